@@ -1,0 +1,54 @@
+# The repo root must never be importable: `import kernels` would find our folder.
+export PYTHONSAFEPATH := 1
+
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+PROTO_VENV := .venv-proto
+PROTOS := $(sort $(wildcard proto/v1/*.proto))
+
+.PHONY: install test check proto proto-check wheel clean
+
+install: $(STAMP)
+
+# torch first and by itself: a version range pulls gigabytes of CUDA on a machine without a GPU.
+$(STAMP): pyproject.toml
+	$(PYTHON) -c 'import sys; sys.exit("stemserve needs Python 3.11 or newer; set PYTHON=python3.12") if sys.version_info < (3, 11) else 0'
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --upgrade "pip>=25.1"
+	$(BIN)/python -m pip install --quiet torch==2.13.0
+	$(BIN)/python -m pip install --quiet --editable . --group dev
+	touch $@
+
+test: $(STAMP)
+	$(BIN)/pytest -m "not gpu"
+
+check: $(STAMP) proto-check
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/pyright
+
+# Generated with 1.78.0: newer generators stamp a protobuf version that a 6.x runtime refuses.
+$(PROTO_VENV)/.installed:
+	$(PYTHON) -m venv $(PROTO_VENV)
+	$(PROTO_VENV)/bin/python -m pip install --quiet grpcio-tools==1.78.0 mypy-protobuf==3.7.0 googleapis-common-protos buf-bin
+	touch $@
+
+proto: $(PROTO_VENV)/.installed
+	PATH="$(abspath $(PROTO_VENV))/bin:$$PATH" $(PROTO_VENV)/bin/python -m grpc_tools.protoc -Isrc \
+		-I"$$($(PROTO_VENV)/bin/python -c 'import google.rpc; print(list(google.rpc.__path__)[0] + "/../..")')" \
+		--python_out=src --grpc_python_out=src --mypy_out=src --mypy_grpc_out=src \
+		--include_imports --descriptor_set_out=$(PROTO_VENV)/image.binpb \
+		$(addprefix src/stemserve/,$(PROTOS))
+
+proto-check: proto
+	$(PROTO_VENV)/bin/buf lint $(PROTO_VENV)/image.binpb --config buf.yaml --path stemserve/proto
+	@git diff --exit-code -- proto || (echo "generated code differs: run make proto and commit"; exit 1)
+
+wheel: $(STAMP)
+	$(BIN)/python -m build --wheel
+
+clean:
+	rm -rf $(VENV) $(PROTO_VENV) build dist

@@ -1,0 +1,48 @@
+"""What the servicers see of the engine: jobs in, results and token streams out."""
+
+from collections.abc import AsyncIterator
+from typing import Protocol
+
+from stemserve.proto.v1 import worker_pb2
+from stemserve.service.request import (
+    GenerateChunk,
+    GenerateJob,
+    Int32,
+    Job,
+    Load,
+    ScoreJob,
+    ScoreResult,
+    WorkerFacts,
+)
+
+
+class Engine(Protocol):
+    """All methods are called on the RPC event loop. Cancelling a call cancels its job."""
+
+    @property
+    def facts(self) -> WorkerFacts: ...
+
+    async def score(self, job: ScoreJob) -> ScoreResult:
+        """Raises RequestError: QueueFull, NeverFits, DeadlinePassed, NotReady, EngineFault."""
+        ...
+
+    def generate(self, job: GenerateJob) -> AsyncIterator[GenerateChunk]:
+        """Chunks until the one that carries usage. Raises as `score`; closing it cancels the job."""
+        ...
+
+    def stop_sample(self, request_id: str, sample: int) -> None:
+        """End one sample of a running GenerateJob (a stop string matched)."""
+        ...
+
+    async def explain(
+        self, job: Job
+    ) -> list[tuple[worker_pb2.StepPlan, worker_pb2.PredictResponse, Int32]]:
+        """The steps that the job would take now, each with the worker's prediction and, per forest
+        node, how many of its tokens are in the cache. Runs nothing."""
+        ...
+
+    async def load(self) -> Load: ...
+
+    async def resident_tokens(self, tokens: Int32, salt: bytes) -> int:
+        """How many leading tokens of the sequence are in the KV cache."""
+        ...

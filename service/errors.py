@@ -1,0 +1,79 @@
+"""Every refusal of a request, and the one table that turns it into a gRPC status.
+
+RequestError
+├── InvalidRequest        a field is wrong; the caller must change the request
+├── PrefixNotFound        unknown, expired or released prefix id
+├── PrefixExists          the asked-for id names other content
+├── WrongModelKind        the model has no such head
+├── QueueFull             retry later
+├── NeverFits             larger than the whole KV pool; retrying cannot help
+├── DeadlinePassed        the deadline passed before the work was done
+├── NotReady              starting, draining, or the worker was lost; safe to retry
+└── EngineFault           our bug, or logits that are not finite
+"""
+
+from collections.abc import Mapping
+
+import grpc
+
+
+class RequestError(Exception):
+    """A request that is refused. The message says what was found and what to do."""
+
+
+class InvalidRequest(RequestError):
+    def __init__(self, field: str, problem: str) -> None:
+        super().__init__(f"{field}: {problem}")
+        self.field = field
+        self.problem = problem
+
+
+class PrefixNotFound(RequestError):
+    def __init__(self, prefix_id: str) -> None:
+        super().__init__(f"prefix {prefix_id!r} is not registered; call Prefixes.Register first")
+
+
+class PrefixExists(RequestError):
+    def __init__(self, prefix_id: str) -> None:
+        super().__init__(
+            f"prefix {prefix_id!r} exists with other content; release it or use another id"
+        )
+
+
+class WrongModelKind(RequestError):
+    pass
+
+
+class QueueFull(RequestError):
+    def __init__(self, message: str, *, retry_after_s: float) -> None:
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
+
+
+class NeverFits(RequestError):
+    pass
+
+
+class DeadlinePassed(RequestError):
+    pass
+
+
+class NotReady(RequestError):
+    pass
+
+
+class EngineFault(RequestError):
+    pass
+
+
+STATUS: Mapping[type[RequestError], grpc.StatusCode] = {
+    InvalidRequest: grpc.StatusCode.INVALID_ARGUMENT,
+    PrefixNotFound: grpc.StatusCode.NOT_FOUND,
+    PrefixExists: grpc.StatusCode.ALREADY_EXISTS,
+    WrongModelKind: grpc.StatusCode.UNIMPLEMENTED,
+    QueueFull: grpc.StatusCode.RESOURCE_EXHAUSTED,
+    NeverFits: grpc.StatusCode.RESOURCE_EXHAUSTED,
+    DeadlinePassed: grpc.StatusCode.DEADLINE_EXCEEDED,
+    NotReady: grpc.StatusCode.UNAVAILABLE,
+    EngineFault: grpc.StatusCode.INTERNAL,
+}

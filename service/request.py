@@ -1,0 +1,167 @@
+"""What the servicers ask of the batcher, and what it answers: token arrays in, numbers out, no text."""
+
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+Int32 = NDArray[np.int32]
+Float32 = NDArray[np.float32]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScoreJob:
+    """Read-outs of many token sequences ("units") that continue a few contexts.
+
+    A unit is an item, or an item with the first tokens of a label of several tokens behind it.
+    Read-outs (gathers) are sorted by unit; gather g reads the log-probabilities of
+    gather_ids[gather_indptr[g]:gather_indptr[g + 1]] after token gather_offset[g] of its unit;
+    offset -1 is the last token of the unit's context. No units: the contexts are only computed.
+    """
+
+    request_id: str
+    contexts: tuple[Int32, ...]  # token ids of each; may be empty arrays
+    unit_tokens: Int32  # packed
+    unit_indptr: Int32  # [units + 1]
+    unit_context: Int32  # [units]
+    gather_unit: Int32  # [gathers], ascending
+    gather_offset: Int32  # [gathers]
+    gather_indptr: Int32  # [gathers + 1]
+    gather_ids: Int32
+    classify: bool = False  # read the classification head at each unit's last token
+    priority: int = 0  # higher first
+    deadline: float | None = None  # time.monotonic() value
+    salt: bytes = b""  # of the prefix tree: jobs share pages only under one salt
+    kernel: int = 0  # proto Kernel; 0: the cost model chooses
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplerSpec:
+    """How one sample of a GenerateJob draws its tokens."""
+
+    temperature: float
+    top_k: int
+    top_p: float
+    min_p: float
+    seed: int  # already different for each sample
+    bias_ids: Int32
+    bias_values: Float32
+    banned_ids: Int32
+    min_new_tokens: int
+    top_logprobs: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GenerateJob:
+    request_id: str
+    prompt: Int32  # at least one token
+    samplers: tuple[SamplerSpec, ...]  # one a sample
+    max_new_tokens: int  # already cut to the model's context; at least 1
+    stop_ids: frozenset[int]  # end a sample; EOS among them unless it is ignored
+    priority: int = 0
+    deadline: float | None = None
+    salt: bytes = b""
+    kernel: int = 0
+
+
+Job = ScoreJob | GenerateJob
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobUsage:
+    """Tokens by how they were satisfied; prompt = cached + shared + computed."""
+
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    shared_tokens: int = 0
+    computed_tokens: int = 0
+    output_tokens: int = 0
+    kv_read_bytes: int = 0  # this job's share, by rows, of the steps that it took part in
+    kv_avoided_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobTiming:
+    queue_s: float = 0.0  # submit to first planned step
+    engine_s: float = 0.0  # first planned step to last result
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScoreResult:
+    request_id: str
+    gather_logprobs: Float32  # parallel to gather_ids
+    gather_argmax: Int32  # [gathers] most likely token id
+    class_scores: Float32  # [units, classes]; [0, 0] unless classify
+    failed_units: Int32  # units whose logits were not finite
+    usage: JobUsage
+    timing: JobTiming
+
+
+class StopCause:
+    STOP_ID = "stop"
+    LENGTH = "length"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SampleToken:
+    """One new token of one sample."""
+
+    sample: int
+    token_id: int
+    logprob: float  # raw
+    top_ids: tuple[int, ...] = ()
+    top_logprobs: tuple[float, ...] = ()
+    finish: str | None = None  # StopCause, on the sample's last token
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GenerateChunk:
+    """All new tokens of a job from one step; the last chunk carries usage and timing."""
+
+    request_id: str
+    tokens: tuple[SampleToken, ...]
+    usage: JobUsage | None = None
+    timing: JobTiming | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobFailed:
+    request_id: str
+    error: Exception
+
+
+Event = ScoreResult | GenerateChunk | JobFailed
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerFacts:
+    """What a worker says of its model and itself in its handshake."""
+
+    model: str
+    architecture: str
+    dtype: str
+    device: str
+    vocab_size: int
+    context_tokens: int
+    layers: int
+    query_heads: int
+    kv_heads: int
+    head_dim: int
+    page_size: int
+    kv_pages: int
+    sampler_slots: int
+    steps_in_flight: int
+    has_lm_head: bool
+    class_labels: tuple[str, ...]
+    kv_bytes_per_token: int
+    cost_table_json: str = field(default="", repr=False)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Load:
+    queued_requests: int
+    running_requests: int
+    queued_tokens: int  # that must still be computed
+    free_pages: int
+    cached_pages: int  # evictable
+    used_pages: int

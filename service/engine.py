@@ -1,6 +1,6 @@
 """What the servicers see of the engine: jobs in, results and token streams out."""
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 from typing import Protocol
 
 from stemserve.proto.v1 import worker_pb2
@@ -26,7 +26,7 @@ class Engine(Protocol):
         """Raises RequestError: QueueFull, NeverFits, DeadlinePassed, NotReady, EngineFault."""
         ...
 
-    def generate(self, job: GenerateJob) -> AsyncIterator[GenerateChunk]:
+    def generate(self, job: GenerateJob) -> AsyncGenerator[GenerateChunk, None]:
         """Chunks until the one that carries usage. Raises as `score`; closing it cancels the job."""
         ...
 

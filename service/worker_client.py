@@ -1,0 +1,142 @@
+"""Talk to one worker: its facts, a stream of steps, and predictions."""
+
+import logging
+import threading
+from collections.abc import Callable, Iterator
+from queue import SimpleQueue
+
+import grpc
+
+from stemserve.proto.v1 import worker_pb2, worker_pb2_grpc
+from stemserve.service.request import WorkerFacts
+
+MAX_MESSAGE_BYTES = 64 << 20
+_POLL_S = 0.1
+_OPTIONS = (
+    ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+    # A worker that is still loading refuses connections: look again soon.
+    ("grpc.initial_reconnect_backoff_ms", 100),
+    ("grpc.min_reconnect_backoff_ms", 100),
+    ("grpc.max_reconnect_backoff_ms", 1000),
+    # Each client has a connection of its own, so that a restarted worker is not taken for a dead one.
+    ("grpc.use_local_subchannel_pool", 1),
+)
+
+_log = logging.getLogger(__name__)
+
+
+class WorkerUnreachable(Exception):
+    """The worker did not describe itself."""
+
+
+class WorkerClient:
+    """One connection to one worker. `send` is for one thread; results come on a thread of their own."""
+
+    def __init__(self, address: str) -> None:
+        self.address = address
+        self._channel = grpc.insecure_channel(address, options=_OPTIONS)
+        self._stub = worker_pb2_grpc.WorkerStub(self._channel)
+        self._plans: SimpleQueue[worker_pb2.StepPlan | None] = SimpleQueue()
+        self._closed = threading.Event()
+        self._reader: threading.Thread | None = None
+        self._run: grpc.Call | None = None
+
+    def describe(self, *, timeout_s: float, give_up: Callable[[], str | None]) -> WorkerFacts:
+        """Wait until the worker is ready. `give_up` is asked often; it says why to stop waiting."""
+        call = self._stub.Describe.future(
+            worker_pb2.DescribeRequest(), timeout=timeout_s, wait_for_ready=True
+        )
+        while True:
+            try:
+                return _facts(call.result(timeout=_POLL_S))
+            except grpc.FutureTimeoutError:
+                reason = give_up() or ("the connection was closed" if self._closed.is_set() else None)
+                if reason is not None:
+                    call.cancel()
+                    raise WorkerUnreachable(reason) from None
+            except grpc.FutureCancelledError as error:
+                raise WorkerUnreachable("the connection was closed") from error
+            except grpc.RpcError as error:
+                raise WorkerUnreachable(give_up() or _explain(self.address, error)) from error
+
+    def open(
+        self,
+        *,
+        on_result: Callable[[worker_pb2.StepResult], None],
+        on_lost: Callable[[str], None],
+    ) -> None:
+        """Start the stream of steps. Both callbacks run on the reader thread; `on_lost` at most once."""
+        run = self._stub.Run(self._requests())
+        self._run = run
+        self._reader = threading.Thread(
+            target=self._read, args=(run, on_result, on_lost), name="worker-results"
+        )
+        self._reader.start()
+
+    def send(self, plan: worker_pb2.StepPlan) -> None:
+        self._plans.put(plan)
+
+    def predict(self, plan: worker_pb2.StepPlan, *, timeout_s: float) -> worker_pb2.PredictResponse:
+        return self._stub.Predict(worker_pb2.PredictRequest(plan=plan), timeout=timeout_s)
+
+    def close(self) -> None:
+        """End the stream and the connection; may be called twice and from any thread but the reader."""
+        self._closed.set()
+        self._plans.put(None)
+        if self._run is not None:
+            self._run.cancel()
+        if self._reader is not None:
+            self._reader.join()
+        self._channel.close()
+
+    def _requests(self) -> Iterator[worker_pb2.RunRequest]:
+        while (plan := self._plans.get()) is not None:
+            yield worker_pb2.RunRequest(plan=plan)
+
+    def _read(
+        self,
+        run: Iterator[worker_pb2.RunResponse],
+        on_result: Callable[[worker_pb2.StepResult], None],
+        on_lost: Callable[[str], None],
+    ) -> None:
+        reason = f"worker {self.address} ended its stream"
+        try:
+            for response in run:
+                on_result(response.result)
+        except grpc.RpcError as error:
+            reason = _explain(self.address, error)
+        if not self._closed.is_set():
+            self._plans.put(None)
+            _log.warning("lost the worker: %s", reason)
+            on_lost(reason)
+
+
+def _explain(address: str, error: grpc.RpcError) -> str:
+    # The sync stub raises errors that are calls too; the stubs do not say so.
+    code = error.code().name if isinstance(error, grpc.Call) else "UNKNOWN"
+    details = error.details() if isinstance(error, grpc.Call) else str(error)
+    return f"worker {address}: {code}: {details}"
+
+
+def _facts(described: worker_pb2.DescribeResponse) -> WorkerFacts:
+    return WorkerFacts(
+        model=described.model,
+        architecture=described.architecture,
+        dtype=described.dtype,
+        device=described.device,
+        vocab_size=described.vocab_size,
+        context_tokens=described.context_tokens,
+        layers=described.layers,
+        query_heads=described.query_heads,
+        kv_heads=described.kv_heads,
+        head_dim=described.head_dim,
+        page_size=described.page_size,
+        kv_pages=described.kv_pages,
+        sampler_slots=described.sampler_slots,
+        steps_in_flight=described.steps_in_flight,
+        has_lm_head=described.has_lm_head,
+        class_labels=tuple(described.class_labels),
+        kv_bytes_per_token=described.kv_bytes_per_token,
+        cost_table_json=described.cost_table_json,
+    )

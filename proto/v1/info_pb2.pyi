@@ -112,6 +112,9 @@ class GetLimitsResponse(google.protobuf.message.Message):
     MAX_STEP_TOKENS_FIELD_NUMBER: builtins.int
     PAGE_SIZE_FIELD_NUMBER: builtins.int
     KV_PAGES_FIELD_NUMBER: builtins.int
+    MAX_STOP_CHARACTERS_FIELD_NUMBER: builtins.int
+    MAX_TEXT_CHARACTERS_FIELD_NUMBER: builtins.int
+    MAX_STREAM_CALLS_FIELD_NUMBER: builtins.int
     max_message_bytes: builtins.int
     max_contexts: builtins.int
     max_items: builtins.int
@@ -126,6 +129,12 @@ class GetLimitsResponse(google.protobuf.message.Message):
     max_step_tokens: builtins.int
     page_size: builtins.int
     kv_pages: builtins.int
+    max_stop_characters: builtins.int
+    """of one stop string"""
+    max_text_characters: builtins.int
+    """all texts of a call together"""
+    max_stream_calls: builtins.int
+    """running at once on one ScoreStream"""
     def __init__(
         self,
         *,
@@ -143,8 +152,11 @@ class GetLimitsResponse(google.protobuf.message.Message):
         max_step_tokens: builtins.int = ...,
         page_size: builtins.int = ...,
         kv_pages: builtins.int = ...,
+        max_stop_characters: builtins.int = ...,
+        max_text_characters: builtins.int = ...,
+        max_stream_calls: builtins.int = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["kv_pages", b"kv_pages", "max_contexts", b"max_contexts", "max_items", b"max_items", "max_label_tokens", b"max_label_tokens", "max_labels", b"max_labels", "max_message_bytes", b"max_message_bytes", "max_n", b"max_n", "max_queued_requests", b"max_queued_requests", "max_queued_tokens", b"max_queued_tokens", "max_request_tokens", b"max_request_tokens", "max_step_tokens", b"max_step_tokens", "max_stop_strings", b"max_stop_strings", "max_top_logprobs", b"max_top_logprobs", "page_size", b"page_size"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["kv_pages", b"kv_pages", "max_contexts", b"max_contexts", "max_items", b"max_items", "max_label_tokens", b"max_label_tokens", "max_labels", b"max_labels", "max_message_bytes", b"max_message_bytes", "max_n", b"max_n", "max_queued_requests", b"max_queued_requests", "max_queued_tokens", b"max_queued_tokens", "max_request_tokens", b"max_request_tokens", "max_step_tokens", b"max_step_tokens", "max_stop_characters", b"max_stop_characters", "max_stop_strings", b"max_stop_strings", "max_stream_calls", b"max_stream_calls", "max_text_characters", b"max_text_characters", "max_top_logprobs", b"max_top_logprobs", "page_size", b"page_size"]) -> None: ...
 
 Global___GetLimitsResponse: typing_extensions.TypeAlias = GetLimitsResponse
 

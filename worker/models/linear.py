@@ -1,0 +1,49 @@
+"""Matrix products with a fixed weight matrix, by the fastest plain way for its device."""
+
+from typing import Protocol, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+class Linear(Protocol):
+    """x @ weight.T + bias."""
+
+    def __call__(self, x: Tensor) -> Tensor: ...  # [rows, in] -> [rows, out]
+
+
+class DenseLinear:
+    def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
+        self._weight = weight  # [out, in]
+        self._bias = bias
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return F.linear(x, self._weight, self._bias)
+
+
+class PackedLinear:
+    """float32 on a CPU, with the weights in oneDNN's blocked layout.
+
+    One thread, [rows, 576] by [3072, 576], AMD EPYC: 2 to 3 times faster than F.linear (MKL) from
+    4 rows up with AVX-512, 1.2 times or more with AVX2, even at 1 row. Pre-transposing the weights
+    for torch.mm gains nothing.
+    """
+
+    # A hint for the layout: 16 to 512 give the same one, 1 gives a slower one.
+    _ROWS = 64
+
+    def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
+        self._bias = bias
+        self._packed = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), self._ROWS)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        out = torch.ops.mkldnn._linear_pointwise(x, self._packed, self._bias, "none", [], "")
+        return cast("Tensor", out)
+
+
+def fastest_linear(weight: Tensor, bias: Tensor | None = None) -> Linear:
+    packs = weight.device.type == "cpu" and weight.dtype == torch.float32
+    if packs and torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
+        return PackedLinear(weight, bias)
+    return DenseLinear(weight, bias)

@@ -1,54 +1,95 @@
 """Answer grpc.health.v1: which services can be called now, and whether the process is alive.
 
 * "" and each service name: SERVING while a call would be served. NOT_SERVING while the model loads,
-  from the moment the worker is lost until its successor is ready, and from the start of a drain.
-  Use it for readiness.
+  from the moment the worker is lost until its successor is ready, while the step loop does not
+  answer, and from the start of a drain. Use it for readiness.
 * "liveness": SERVING as long as the step loop answers, also while the worker is being restarted and
   during a drain. NOT_SERVING means that only a restart of the process helps.
 * Any other name is NOT_FOUND.
 """
 
-from collections.abc import Sequence
+import asyncio
+from collections.abc import AsyncIterator, Sequence
 
-from grpc_health.v1 import health_pb2
-from grpc_health.v1.health import aio
+import grpc
+from grpc_health.v1.health_pb2 import HealthCheckRequest, HealthCheckResponse
 
 LIVENESS = "liveness"
 SERVICE_NAME = "grpc.health.v1.Health"
 
+Context = grpc.aio.ServicerContext[HealthCheckRequest, HealthCheckResponse]
+
 
 class Health:
-    """Readiness and liveness of one server. The servicer may be added to several ports."""
+    """Readiness and liveness of one server, for any number of ports. Not ready at first."""
 
     def __init__(self, services: Sequence[str]) -> None:
-        self._readiness = ("", *services)
-        self._serving = False
+        self._names = ("", *services, LIVENESS)
+        self._worker_ready = False
+        self._alive = True
         self._draining = False
-        self.servicer = aio.HealthServicer()
+        self._changed = asyncio.Event()  # replaced by each change
 
     @property
     def serving(self) -> bool:
-        return self._serving
+        return self._worker_ready and self._alive and not self._draining
 
-    async def start(self) -> None:
-        """Call before the first port opens: the library starts with "" as SERVING."""
-        await self._set(self._readiness, serving=False)
-        await self._set((LIVENESS,), serving=True)
+    def set_worker_ready(self, ready: bool) -> None:
+        self._worker_ready = ready
+        self._tell()
 
-    async def set_serving(self, serving: bool) -> None:
-        if not self._draining:
-            self._serving = serving
-            await self._set(self._readiness, serving=serving)
+    def set_alive(self, alive: bool) -> None:
+        self._alive = alive
+        self._tell()
 
-    async def set_alive(self, alive: bool) -> None:
-        await self._set((LIVENESS,), serving=alive)
-
-    async def drain(self) -> None:
+    def drain(self) -> None:
         """NOT_SERVING from now on, whatever happens to the worker."""
-        await self.set_serving(False)
         self._draining = True
+        self._tell()
 
-    async def _set(self, names: Sequence[str], *, serving: bool) -> None:
-        status = health_pb2.HealthCheckResponse
-        for name in names:
-            await self.servicer.set(name, status.SERVING if serving else status.NOT_SERVING)
+    def handler(self) -> grpc.GenericRpcHandler:
+        return grpc.method_handlers_generic_handler(
+            SERVICE_NAME,
+            {
+                "Check": grpc.unary_unary_rpc_method_handler(
+                    self._check,
+                    request_deserializer=HealthCheckRequest.FromString,
+                    response_serializer=HealthCheckResponse.SerializeToString,
+                ),
+                "Watch": grpc.unary_stream_rpc_method_handler(
+                    self._watch,
+                    request_deserializer=HealthCheckRequest.FromString,
+                    response_serializer=HealthCheckResponse.SerializeToString,
+                ),
+            },
+        )
+
+    async def _check(self, request: HealthCheckRequest, context: Context) -> HealthCheckResponse:
+        if request.service not in self._names:
+            known = ", ".join(repr(name) for name in self._names)
+            await context.abort(grpc.StatusCode.NOT_FOUND, f"known services: {known}")
+        return self._answer(request.service)
+
+    async def _watch(
+        self, request: HealthCheckRequest, context: Context
+    ) -> AsyncIterator[HealthCheckResponse]:
+        """The protocol wants an unknown name to be watched, not refused."""
+        told: HealthCheckResponse | None = None
+        while True:
+            changed = self._changed
+            answer = self._answer(request.service)
+            if answer != told:
+                told = answer
+                yield answer
+            await changed.wait()
+
+    def _answer(self, service: str) -> HealthCheckResponse:
+        if service not in self._names:
+            return HealthCheckResponse(status=HealthCheckResponse.SERVICE_UNKNOWN)
+        serving = self._alive if service == LIVENESS else self.serving
+        status = HealthCheckResponse.SERVING if serving else HealthCheckResponse.NOT_SERVING
+        return HealthCheckResponse(status=status)
+
+    def _tell(self) -> None:
+        self._changed.set()
+        self._changed = asyncio.Event()

@@ -19,7 +19,7 @@ _OPTIONS = (
     ("grpc.initial_reconnect_backoff_ms", 100),
     ("grpc.min_reconnect_backoff_ms", 100),
     ("grpc.max_reconnect_backoff_ms", 1000),
-    # Each client has a connection of its own, so that a restarted worker is not taken for a dead one.
+    # Each client has a connection of its own: a restarted worker must not be taken for a dead one.
     ("grpc.use_local_subchannel_pool", 1),
 )
 
@@ -31,7 +31,7 @@ class WorkerUnreachable(Exception):
 
 
 class WorkerClient:
-    """One connection to one worker. `send` is for one thread; results come on a thread of their own."""
+    """One connection to one worker. Results come on a thread of their own."""
 
     def __init__(self, address: str) -> None:
         self.address = address
@@ -51,7 +51,7 @@ class WorkerClient:
             try:
                 return _facts(call.result(timeout=_POLL_S))
             except grpc.FutureTimeoutError:
-                reason = give_up() or ("the connection was closed" if self._closed.is_set() else None)
+                reason = "the connection was closed" if self._closed.is_set() else give_up()
                 if reason is not None:
                     call.cancel()
                     raise WorkerUnreachable(reason) from None
@@ -66,7 +66,7 @@ class WorkerClient:
         on_result: Callable[[worker_pb2.StepResult], None],
         on_lost: Callable[[str], None],
     ) -> None:
-        """Start the stream of steps. Both callbacks run on the reader thread; `on_lost` at most once."""
+        """Start the stream of steps. The callbacks run on the reader thread, `on_lost` once."""
         run = self._stub.Run(self._requests())
         self._run = run
         self._reader = threading.Thread(
@@ -81,7 +81,7 @@ class WorkerClient:
         return self._stub.Predict(worker_pb2.PredictRequest(plan=plan), timeout=timeout_s)
 
     def close(self) -> None:
-        """End the stream and the connection; may be called twice and from any thread but the reader."""
+        """End the stream and the connection; may be called twice, not from the reader thread."""
         self._closed.set()
         self._plans.put(None)
         if self._run is not None:

@@ -15,7 +15,7 @@ from pathlib import Path
 import grpc
 import numpy as np
 
-from stemserve.proto.v1 import worker_pb2, worker_pb2_grpc
+from stemserve.proto.v1 import inference_pb2, worker_pb2, worker_pb2_grpc
 
 MAX_MESSAGE_BYTES = 64 << 20
 
@@ -42,7 +42,11 @@ def answer(plan: worker_pb2.StepPlan, *, classes: int, token: int) -> worker_pb2
         class_scores=filled(count(plan.classify_rows) * classes, 0.0, np.float32),
         groups=[
             worker_pb2.GroupReport(
-                phase="prefill", kernel=4, reason="only", rows=rows, segments=count(plan.segment_kind)
+                phase="prefill",
+                kernel=inference_pb2.KERNEL_CASCADE,
+                reason="only",
+                rows=rows,
+                segments=count(plan.segment_kind),
             )
         ],
     )
@@ -85,9 +89,7 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer):
                 os.kill(os.getpid(), signal.SIGKILL)
             if self._options.step_seconds:
                 time.sleep(self._options.step_seconds)
-            result = answer(
-                request.plan, classes=self._options.classes, token=self._options.token
-            )
+            result = answer(request.plan, classes=self._options.classes, token=self._options.token)
             result.step_seconds = time.monotonic() - started
             self._log(f"{started:.6f} {time.monotonic():.6f} {count(request.plan.token_ids)}")
             yield worker_pb2.RunResponse(result=result)
@@ -96,14 +98,16 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer):
         self, request: worker_pb2.PredictRequest, context: grpc.ServicerContext
     ) -> worker_pb2.PredictResponse:
         prediction = worker_pb2.StrategyPrediction(
-            kernel=4, predicted_seconds=0.001, kv_read_bytes=1024
+            kernel=inference_pb2.KERNEL_CASCADE, predicted_seconds=0.001, kv_read_bytes=1024
         )
-        refused = worker_pb2.StrategyPrediction(kernel=5, refusal="the fake worker has no mask")
+        refused = worker_pb2.StrategyPrediction(
+            kernel=inference_pb2.KERNEL_MULTI_ITEM, refusal="the fake worker has no mask"
+        )
         return worker_pb2.PredictResponse(
             groups=[
                 worker_pb2.GroupPrediction(
                     phase="prefill",
-                    chosen=4,
+                    chosen=inference_pb2.KERNEL_CASCADE,
                     reason="cost_model",
                     rows=count(request.plan.token_ids),
                     segments=count(request.plan.segment_kind),
@@ -130,7 +134,7 @@ def parse_options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--listen", required=True, help="unix:PATH or HOST:PORT")
     parser.add_argument("--step-seconds", type=float, default=0.0)
-    parser.add_argument("--describe-seconds", type=float, default=0.0, help="how long loading takes")
+    parser.add_argument("--describe-seconds", type=float, default=0.0, help="time to load")
     parser.add_argument("--die-at-step", type=int, default=0, help="SIGKILL itself in this step")
     parser.add_argument("--exit-code", type=int, default=0, help="end at once with this code")
     parser.add_argument("--token", type=int, default=5, help="every sampled token")

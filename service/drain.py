@@ -1,0 +1,90 @@
+"""Refuse new calls while the running ones finish."""
+
+import asyncio
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Generator
+from contextlib import aclosing, contextmanager
+from typing import Any
+
+import grpc
+
+OUR_SERVICES = "/stemserve."
+REFUSAL = "the server is shutting down; retry on another one"
+
+Handler = grpc.RpcMethodHandler[Any, Any]
+Context = grpc.aio.ServicerContext[Any, Any]
+
+
+class DrainGate(grpc.aio.ServerInterceptor):
+    """Counts the running calls of our services. Health and reflection always pass.
+
+    A stream of many calls (ScoreStream) may stay open for days: a new one is refused, but an open
+    one is not counted.
+    """
+
+    def __init__(self) -> None:
+        self._closed = False
+        self._running = 0
+        self._idle = asyncio.Event()
+        self._idle.set()
+        self._refusing: Handler = grpc.stream_stream_rpc_method_handler(_refuse)
+
+    @property
+    def running_calls(self) -> int:
+        return self._running
+
+    def close(self) -> None:
+        """New calls fail with UNAVAILABLE from now on."""
+        self._closed = True
+
+    async def wait_idle(self) -> None:
+        await self._idle.wait()
+
+    async def intercept_service(
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Handler | None]],
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> Handler | None:
+        if not handler_call_details.method.startswith(OUR_SERVICES):
+            return await continuation(handler_call_details)
+        if self._closed:
+            return self._refusing
+        handler = await continuation(handler_call_details)
+        return None if handler is None else self._counted(handler)
+
+    def _counted(self, handler: Handler) -> Handler:
+        # The stubs describe synchronous handlers only; ours are all asynchronous.
+        unary: Any = handler.unary_unary
+        stream: Any = handler.unary_stream
+
+        async def call(request: Any, context: Context) -> Any:
+            with self._count():
+                return await unary(request, context)
+
+        async def iterate(request: Any, context: Context) -> AsyncGenerator[Any]:
+            with self._count():
+                async with aclosing(stream(request, context)) as answers:
+                    async for answer in answers:
+                        yield answer
+
+        codec = (handler.request_deserializer, handler.response_serializer)
+        if unary is not None:
+            return grpc.unary_unary_rpc_method_handler(call, *codec)
+        if stream is not None:
+            return grpc.unary_stream_rpc_method_handler(iterate, *codec)
+        return handler
+
+    @contextmanager
+    def _count(self) -> Generator[None]:
+        self._running += 1
+        self._idle.clear()
+        try:
+            yield
+        finally:
+            self._running -= 1
+            if self._running == 0:
+                self._idle.set()
+
+
+async def _refuse(requests: AsyncIterator[Any], context: Context) -> AsyncGenerator[Any]:
+    await context.abort(grpc.StatusCode.UNAVAILABLE, REFUSAL)
+    yield  # never: abort raises; this makes the function a stream

@@ -1,7 +1,7 @@
 """Answer gRPC reflection, so that grpcurl works without our .proto files."""
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 import grpc
 from grpc_reflection.v1alpha import reflection, reflection_pb2
@@ -12,11 +12,10 @@ V1ALPHA = reflection.SERVICE_NAME
 
 def handlers(services: Sequence[str]) -> tuple[grpc.GenericRpcHandler, ...]:
     """Both versions. Their messages are the same bytes; the library only knows the older name."""
-    servicer = reflection.aio.ReflectionServicer([*services, V1, V1ALPHA])
-    # The library's stubs leave the context untyped.
-    answer: Any = servicer.ServerReflectionInfo  # pyright: ignore[reportUnknownMemberType]
+    # The library's stubs leave the method half typed.
+    servicer = cast(Any, reflection.aio.ReflectionServicer([*services, V1, V1ALPHA]))
     method: grpc.RpcMethodHandler[Any, Any] = grpc.stream_stream_rpc_method_handler(
-        answer,
+        servicer.ServerReflectionInfo,
         request_deserializer=reflection_pb2.ServerReflectionRequest.FromString,
         response_serializer=reflection_pb2.ServerReflectionResponse.SerializeToString,
     )

@@ -1,0 +1,142 @@
+"""The attention of one step: K/V to the pages, then every group with its strategy."""
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from stemserve.kernels.attention_state import LayerKV
+from stemserve.kernels.strategy import Work
+from stemserve.worker.dispatch import Choice
+from stemserve.worker.kv_pool import KvPool
+from stemserve.worker.step import Step
+from stemserve.worker.transfer import to_device
+
+_Rows = slice | Tensor
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlannedGroup:
+    choice: Choice
+    plan: Any
+    work: Work
+    rows: _Rows  # of the step
+    clock: "_Clock"
+
+
+class StepAttention:
+    """Called by the model once a layer, with all rows of the step."""
+
+    def __init__(self, step: Step, choices: Sequence[Choice], pool: KvPool, *, timed: bool) -> None:
+        self._pool = pool
+        self.groups = [_plan(choice, pool.device, timed) for choice in choices]
+        stored = np.flatnonzero(step.kv_slots >= 0)
+        self._slots = to_device(step.kv_slots[stored].astype(np.int64), pool.device)
+        self._stored = _on_device(_as_slice(stored), pool.device)
+        first = self.groups[0].rows
+        self._is_one_group = (
+            len(self.groups) == 1 and isinstance(first, slice) and first.stop == step.num_rows
+        )
+
+    def __call__(
+        self,
+        layer: int,
+        q: Tensor,  # [rows, query_heads, head_dim]
+        k: Tensor,  # [rows, kv_heads, head_dim]
+        v: Tensor,  # [rows, kv_heads, head_dim]
+    ) -> Tensor:  # [rows, query_heads, head_dim]
+        if len(self._slots):
+            self._pool.write(layer, self._slots, k[self._stored], v[self._stored])
+        if self._is_one_group:
+            return self._run(self.groups[0], layer, q, k, v)
+        out = torch.empty_like(q)
+        for group in self.groups:
+            rows = group.rows
+            out[rows] = self._run(group, layer, q[rows], k[rows], v[rows])
+        return out
+
+    def _run(self, group: PlannedGroup, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        kv = LayerKV(self._pool.k_pages(layer), self._pool.v_pages(layer), k, v)
+        with group.clock:
+            return group.choice.strategy.run(group.plan, q, kv).out
+
+
+def _plan(choice: Choice, device: torch.device, timed: bool) -> PlannedGroup:
+    plan = choice.strategy.plan(choice.group.layout)
+    rows = choice.group.rows
+    return PlannedGroup(
+        choice=choice,
+        plan=plan,
+        work=plan.work,
+        rows=_on_device(rows, device),
+        clock=_clock(device, timed),
+    )
+
+
+def _as_slice(rows: np.ndarray[Any, np.dtype[np.intp]]) -> slice | np.ndarray[Any, Any]:
+    if len(rows) and rows[-1] - rows[0] + 1 == len(rows):
+        return slice(int(rows[0]), int(rows[-1]) + 1)
+    return rows
+
+
+def _on_device(rows: slice | np.ndarray[Any, Any], device: torch.device) -> _Rows:
+    return rows if isinstance(rows, slice) else to_device(rows, device)
+
+
+class _Clock:
+    """Seconds spent inside its `with` blocks; this one does not look."""
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, *_: object) -> None:
+        return None
+
+    def seconds(self) -> float:
+        return 0.0
+
+
+class _HostClock(_Clock):
+    def __init__(self) -> None:
+        self._start = self._total = 0.0
+
+    def __enter__(self) -> None:
+        self._start = time.perf_counter()
+
+    def __exit__(self, *_: object) -> None:
+        self._total += time.perf_counter() - self._start
+
+    def seconds(self) -> float:
+        return self._total
+
+
+class _CudaClock(_Clock):
+    """Reads device time; `seconds` may be called once the device has passed the last block."""
+
+    def __init__(self) -> None:
+        self._spans: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
+
+    def __enter__(self) -> None:
+        span = (_timing_event(), _timing_event())
+        span[0].record()
+        self._spans.append(span)
+
+    def __exit__(self, *_: object) -> None:
+        self._spans[-1][1].record()
+
+    def seconds(self) -> float:
+        return sum(float(start.elapsed_time(end)) for start, end in self._spans) / 1e3
+
+
+def _timing_event() -> torch.cuda.Event:
+    return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+
+
+def _clock(device: torch.device, timed: bool) -> _Clock:
+    if not timed:
+        return _Clock()
+    return _CudaClock() if device.type == "cuda" else _HostClock()

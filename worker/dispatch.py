@@ -1,0 +1,196 @@
+"""The choice of a strategy for each attention group, by predicted cost."""
+
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Protocol, assert_never
+
+import numpy as np
+from numpy.typing import NDArray
+
+from stemserve.kernels.layout import AttentionLayout, Int32
+from stemserve.kernels.strategy import Kernel, Phase, Strategy, Work
+from stemserve.proto.v1 import inference_pb2
+from stemserve.worker.layout import AttentionGroup, Candidate, candidates, group, sub_layout
+from stemserve.worker.step import Step
+
+log = logging.getLogger(__name__)
+
+Strategies = Mapping[tuple[Phase, Kernel], Strategy]
+
+CHOICES_KEPT = 4096  # shapes whose choice is remembered
+
+KERNEL_CODES: Mapping[Kernel, inference_pb2.Kernel.ValueType] = {
+    Kernel.NAIVE: inference_pb2.KERNEL_NAIVE,
+    Kernel.SPLIT: inference_pb2.KERNEL_SPLIT,
+    Kernel.RAGGED: inference_pb2.KERNEL_RAGGED,
+    Kernel.CASCADE: inference_pb2.KERNEL_CASCADE,
+    Kernel.MULTI_ITEM: inference_pb2.KERNEL_MULTI_ITEM,
+    Kernel.CUSTOM_MASK: inference_pb2.KERNEL_CUSTOM_MASK,
+    Kernel.PAGED: inference_pb2.KERNEL_PAGED,
+    Kernel.CODEC: inference_pb2.KERNEL_CODEC,
+}
+KERNELS = {int(code): kernel for kernel, code in KERNEL_CODES.items()}
+
+
+class Reason(StrEnum):
+    COST_MODEL = "cost_model"
+    FORCED = "forced"
+    FALLBACK = "fallback"  # the forced kernel refused the layout, so the cost model chose
+    ONLY = "only"  # no other strategy takes the layout
+
+
+class Costs(Protocol):
+    def seconds(self, phase: Phase, kernel: Kernel, work: Work) -> float: ...
+
+
+class NoStrategy(RuntimeError):
+    """No strategy takes a group's layout."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prediction:
+    """What a strategy would cost in one layer, or why it cannot run."""
+
+    kernel: Kernel
+    seconds: float
+    kv_tokens_read: int
+    refusal: str | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Choice:
+    group: AttentionGroup
+    strategy: Strategy
+    reason: Reason
+
+
+_Verdict = tuple[Kernel, Reason]
+
+
+class Dispatcher:
+    def __init__(self, strategies: Strategies, costs: Costs, *, forced: Kernel | None) -> None:
+        self._strategies = strategies
+        self._costs = costs
+        self._forced = forced
+        self._choices: dict[tuple[object, ...], _Verdict] = {}
+        self._fallbacks_logged: set[str] = set()
+        self.fallbacks = 0
+
+    def choose(self, step: Step) -> list[Choice]:
+        """The step's groups: trees with the same verdict are one group."""
+        merged: dict[tuple[Phase, Kernel, Reason], list[NDArray[np.intp]]] = {}
+        for candidate in candidates(step):
+            kernel, reason = self._verdict(step.layout, candidate)
+            merged.setdefault((candidate.phase, kernel, reason), []).append(candidate.segments)
+        return [
+            Choice(group=attention_group, strategy=strategy, reason=reason)
+            for (phase, kernel, reason), parts in merged.items()
+            for strategy in [self._strategies[phase, kernel]]
+            for attention_group in _merge(step, strategy, parts)
+        ]
+
+    def predict(self, attention_group: AttentionGroup) -> list[Prediction]:
+        """Every strategy of the group's phase, cheapest first, refusals last."""
+        return self._predictions(attention_group.phase, attention_group.layout)
+
+    def seconds(self, strategy: Strategy, work: Work) -> float:
+        """Predicted seconds in one layer."""
+        return self._costs.seconds(strategy.phase, strategy.kernel, work)
+
+    def _verdict(self, layout: AttentionLayout, candidate: Candidate) -> _Verdict:
+        signature = _signature(layout, candidate)
+        if signature in self._choices:
+            # Moved to the end: the first of the dict is the least recently used.
+            verdict = self._choices.pop(signature)
+        else:
+            verdict = self._decide(candidate, sub_layout(layout, candidate.segments))
+            if len(self._choices) >= CHOICES_KEPT:
+                del self._choices[next(iter(self._choices))]
+        self._choices[signature] = verdict
+        if verdict[1] is Reason.FALLBACK:
+            self.fallbacks += 1
+        return verdict
+
+    def _decide(self, candidate: Candidate, layout: AttentionLayout) -> _Verdict:
+        phase = candidate.phase
+        forced = KERNELS.get(candidate.forced, self._forced)
+        # A kernel of the other phase leaves this one to the cost model.
+        strategy = self._strategies.get((phase, forced)) if forced else None
+        if strategy is None:
+            return self._cheapest(phase, layout)
+        refusal = strategy.refusal(layout)
+        if refusal is None:
+            return strategy.kernel, Reason.FORCED
+        self._log_fallback(strategy, refusal)
+        return self._cheapest(phase, layout)[0], Reason.FALLBACK
+
+    def _cheapest(self, phase: Phase, layout: AttentionLayout) -> _Verdict:
+        predictions = self._predictions(phase, layout)
+        eligible = [p for p in predictions if p.refusal is None]
+        if not eligible:
+            refusals = "; ".join(f"{p.kernel}: {p.refusal}" for p in predictions)
+            raise NoStrategy(f"no {phase} strategy takes the layout ({refusals or 'none exists'})")
+        return eligible[0].kernel, Reason.ONLY if len(eligible) == 1 else Reason.COST_MODEL
+
+    def _predictions(self, phase: Phase, layout: AttentionLayout) -> list[Prediction]:
+        predictions = [
+            self._prediction(strategy, layout)
+            for (of_phase, _), strategy in self._strategies.items()
+            if of_phase == phase
+        ]
+        return sorted(predictions, key=lambda p: (p.refusal is not None, p.seconds))
+
+    def _prediction(self, strategy: Strategy, layout: AttentionLayout) -> Prediction:
+        refusal = strategy.refusal(layout)
+        if refusal is not None:
+            return Prediction(
+                kernel=strategy.kernel, seconds=0.0, kv_tokens_read=0, refusal=refusal
+            )
+        work = strategy.work(layout)
+        return Prediction(
+            kernel=strategy.kernel,
+            seconds=self.seconds(strategy, work),
+            kv_tokens_read=work.kv_tokens_read,
+            refusal=None,
+        )
+
+    def _log_fallback(self, strategy: Strategy, refusal: str) -> None:
+        message = f"forced kernel {strategy.kernel} cannot run ({refusal})"
+        level = logging.DEBUG if message in self._fallbacks_logged else logging.WARNING
+        log.log(level, "%s; the cost model chooses", message)
+        if len(self._fallbacks_logged) < CHOICES_KEPT:
+            self._fallbacks_logged.add(message)
+
+
+def _merge(step: Step, strategy: Strategy, parts: list[NDArray[np.intp]]) -> list[AttentionGroup]:
+    merged = group(step, strategy.phase, np.sort(np.concatenate(parts)))
+    if len(parts) == 1 or strategy.refusal(merged.layout) is None:
+        return [merged]
+    # A strategy may take one tree at a time only.
+    return [group(step, strategy.phase, segments) for segments in parts]
+
+
+def _signature(layout: AttentionLayout, candidate: Candidate) -> tuple[object, ...]:
+    """Equal for candidates of the same shape."""
+    rows = layout.segment_rows[candidate.segments]
+    items = layout.segment_is_item[candidate.segments]
+    kind = (candidate.phase, candidate.forced)
+    if len(rows) == 1:
+        chain = int(layout.chain_tokens[candidate.segments[0]])
+        return (*kind, int(rows[0]), bool(items[0]), chain)
+    sub = sub_layout(layout, candidate.segments)
+    shape = (rows, items, sub.segment_node, sub.node_parent, _sizes(sub, candidate.phase))
+    return (*kind, *(array.tobytes() for array in shape))
+
+
+def _sizes(layout: AttentionLayout, phase: Phase) -> Int32:
+    match phase:
+        case Phase.PREFILL:
+            return layout.node_tokens
+        case Phase.DECODE:
+            # In pages: a decode group grows by a token a step and need not be weighed each time.
+            return np.diff(layout.node_page_indptr)
+        case _:
+            assert_never(phase)

@@ -1,0 +1,85 @@
+"""The paged KV cache: one K and one V tensor of pages a layer."""
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from stemserve.kernels.layout import Int32
+from stemserve.worker.transfer import to_device
+
+MAX_SLOTS = 2**31 - 1  # slots travel as int32
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KvShape:
+    layers: int
+    pages: int
+    page_size: int
+    kv_heads: int
+    head_dim: int
+    dtype: torch.dtype
+
+    def __post_init__(self) -> None:
+        if self.pages < 1:
+            raise ValueError(f"the KV cache needs at least one page, not {self.pages}")
+        if self.pages * self.page_size > MAX_SLOTS:
+            raise ValueError(
+                f"{self.pages} pages of {self.page_size} tokens are above {MAX_SLOTS} tokens"
+            )
+
+    @property
+    def bytes_per_token(self) -> int:
+        """All layers, K and V."""
+        return 2 * self.layers * self.kv_heads * self.head_dim * self.dtype.itemsize
+
+    @property
+    def total_bytes(self) -> int:
+        return self.pages * self.page_size * self.bytes_per_token
+
+
+class KvPool:
+    def __init__(self, shape: KvShape, device: torch.device) -> None:
+        size = (shape.layers, shape.pages, shape.page_size, shape.kv_heads, shape.head_dim)
+        # Zeroed: whatever a kernel reads beyond a node's last token is finite.
+        self._k = torch.zeros(size, dtype=shape.dtype, device=device)
+        self._v = torch.zeros(size, dtype=shape.dtype, device=device)
+        self._k_slots = self._k.flatten(1, 2)  # [layers, slots, kv_heads, head_dim]
+        self._v_slots = self._v.flatten(1, 2)
+        self.shape = shape
+        self.device = device
+
+    def k_pages(self, layer: int) -> Tensor:  # [pages, page_size, kv_heads, head_dim]
+        return self._k[layer]
+
+    def v_pages(self, layer: int) -> Tensor:  # [pages, page_size, kv_heads, head_dim]
+        return self._v[layer]
+
+    def write(
+        self,
+        layer: int,
+        slots: Tensor,  # [rows] int64
+        k: Tensor,  # [rows, kv_heads, head_dim]
+        v: Tensor,  # [rows, kv_heads, head_dim]
+    ) -> None:
+        self._k_slots[layer].index_copy_(0, slots, k)
+        self._v_slots[layer].index_copy_(0, slots, v)
+
+    def copy(self, copies: Int32) -> None:  # [copies, 3] source page, destination page, tokens
+        """Copy the first tokens of pages, in all layers. No page is both source and destination."""
+        if not len(copies):
+            return
+        page_size = self.shape.page_size
+        copied = np.arange(page_size) < copies[:, 2:]  # [copies, page_size]
+        slots = copies[:, :2, None].astype(np.int64) * page_size + np.arange(page_size)
+        source = to_device(slots[:, 0][copied], self.device)
+        destination = to_device(slots[:, 1][copied], self.device)
+        for pool in (self._k_slots, self._v_slots):
+            pool.index_copy_(1, destination, pool.index_select(1, source))
+
+    def poison(self, pages: Int32) -> None:
+        """Fill pages that nobody may read with NaN, so that a read shows."""
+        index = to_device(pages.astype(np.int64), self.device)
+        self._k.index_fill_(1, index, torch.nan)
+        self._v.index_fill_(1, index, torch.nan)

@@ -1,0 +1,101 @@
+"""A launched step, and its StepResult once the device has finished it."""
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from stemserve.proto.v1 import worker_pb2
+from stemserve.worker.attention import PlannedGroup
+from stemserve.worker.blobs import encode_float32, encode_int32
+from stemserve.worker.dispatch import KERNEL_CODES
+from stemserve.worker.sampler import Drawn
+from stemserve.worker.scorer import Readout, Scores
+from stemserve.worker.step import Step
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupCost:
+    """A group that ran, with its predicted seconds and its bytes over all layers."""
+
+    planned: PlannedGroup
+    predicted_seconds: float
+    kv_read_bytes: int
+    kv_avoided_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LaunchedStep:
+    step: Step
+    readout: Readout
+    scores: Scores
+    groups: Sequence[GroupCost]
+    started: float  # time.perf_counter
+    done: torch.cuda.Event | None  # None: the device was the CPU, and all is done
+
+    def result(self) -> worker_pb2.StepResult:
+        """Waits for the device."""
+        if self.done is not None:
+            self.done.synchronize()
+        scores = self.scores
+        result = worker_pb2.StepResult(
+            step_id=self.step.step_id,
+            gather_logprobs=encode_float32(scores.gather_logprobs.numpy()),
+            gather_argmax=encode_int32(scores.gather_argmax.numpy()),
+            class_scores=encode_float32(scores.class_scores.numpy()),
+            groups=[_group_report(group) for group in self.groups],
+            step_seconds=time.perf_counter() - self.started,
+        )
+        _set_samples(result, scores.draws, len(self.step.samples.rows))
+        result.failed_rows = encode_int32(self._failed_rows())
+        return result
+
+    def _failed_rows(self) -> NDArray[np.integer]:
+        """Rows with logits, class scores or draws that are not finite."""
+        scores, readout = self.scores, self.readout
+        lm = readout.lm_rows[scores.failed_rows.numpy()]
+        classified = readout.classify_rows[scores.failed_classified.numpy()]
+        drawn = [self.step.samples.rows[s[d.failed.numpy()]] for s, d in scores.draws]
+        return np.unique(np.concatenate([readout.rows[lm], readout.rows[classified], *drawn]))
+
+
+def _set_samples(
+    result: worker_pb2.StepResult, draws: Sequence[tuple[NDArray[np.intp], Drawn]], samples: int
+) -> None:
+    tokens = np.empty(samples, np.int32)
+    logprobs = np.empty(samples, np.float32)
+    counts = np.zeros(samples, np.int32)
+    top_ids = [np.empty(0, np.int32)] * samples
+    top_logprobs = [np.empty(0, np.float32)] * samples
+    for some, drawn in draws:
+        tokens[some] = drawn.tokens.numpy()
+        logprobs[some] = drawn.logprobs.numpy()
+        counts[some] = drawn.top_counts
+        ids, values = drawn.top_ids.numpy(), drawn.top_logprobs.numpy()
+        for row, sample in enumerate(some.tolist()):
+            top_ids[sample] = ids[row, : counts[sample]]
+            top_logprobs[sample] = values[row, : counts[sample]]
+    result.sampled_tokens = encode_int32(tokens)
+    result.sampled_logprobs = encode_float32(logprobs)
+    if counts.any():
+        result.top_indptr = encode_int32(np.concatenate([[0], np.cumsum(counts)]))
+        result.top_ids = encode_int32(np.concatenate(top_ids))
+        result.top_logprobs = encode_float32(np.concatenate(top_logprobs))
+
+
+def _group_report(cost: GroupCost) -> worker_pb2.GroupReport:
+    choice = cost.planned.choice
+    return worker_pb2.GroupReport(
+        phase=choice.group.phase,
+        kernel=KERNEL_CODES[choice.strategy.kernel],
+        reason=choice.reason,
+        rows=choice.group.layout.num_rows,
+        segments=choice.group.layout.num_segments,
+        kv_read_bytes=cost.kv_read_bytes,
+        kv_avoided_bytes=cost.kv_avoided_bytes,
+        predicted_seconds=cost.predicted_seconds,
+        actual_seconds=cost.planned.clock.seconds(),
+    )

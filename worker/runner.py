@@ -1,0 +1,146 @@
+"""One step of the model, from the plan to its result."""
+
+import time
+from collections.abc import Sequence
+from typing import Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from stemserve.proto.v1 import worker_pb2
+from stemserve.worker.attention import PlannedGroup, StepAttention
+from stemserve.worker.dispatch import KERNEL_CODES, Choice, Dispatcher
+from stemserve.worker.kv_pool import KvPool
+from stemserve.worker.result import GroupCost, LaunchedStep
+from stemserve.worker.sampler import Sampler
+from stemserve.worker.scorer import Heads, Readout, Scorer, plan_readout
+from stemserve.worker.step import Step, decode_step
+from stemserve.worker.step_checks import StepLimits
+from stemserve.worker.transfer import to_device
+
+TIMED_EVERY = 16  # steps on a GPU, where each timed layer records two events a group
+
+
+class Attend(Protocol):
+    """Attention of all rows of the step in one layer."""
+
+    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor: ...
+
+
+class Model(Heads, Protocol):
+    def hidden(
+        self,
+        token_ids: Tensor,  # [rows] int64
+        positions: Tensor,  # [rows] int64
+        attend: Attend,
+        keep_rows: Tensor | None,  # [kept] rows that go on after the last attention; None: all
+    ) -> Tensor: ...  # [kept, hidden]
+
+
+class ModelRunner:
+    """Runs steps one after the other; not to be shared by threads."""
+
+    def __init__(
+        self,
+        model: Model,
+        pool: KvPool,
+        dispatcher: Dispatcher,
+        sampler: Sampler,
+        scorer: Scorer,
+        limits: StepLimits,
+    ) -> None:
+        self._model = model
+        self._pool = pool
+        self._dispatcher = dispatcher
+        self._sampler = sampler
+        self._scorer = scorer
+        self._limits = limits
+        self._steps = 0
+
+    def step(self, plan: worker_pb2.StepPlan) -> worker_pb2.StepResult:
+        return self.launch(plan).result()
+
+    @torch.inference_mode()
+    def launch(self, plan: worker_pb2.StepPlan) -> LaunchedStep:
+        """Raises BadPlan before anything is changed."""
+        started = time.perf_counter()
+        step = decode_step(plan, self._limits)
+        self._sampler.check(step)
+        choices = self._dispatcher.choose(step)
+        attention = StepAttention(step, choices, self._pool, timed=self._is_timed())
+        readout = plan_readout(step)
+        self._pool.copy(step.copies)
+        self._sampler.admit(step.samplers)
+        hidden = self._forward(step, attention, readout)
+        scores = self._scorer.read(step, readout, hidden)
+        self._steps += 1
+        return LaunchedStep(
+            step=step,
+            readout=readout,
+            scores=scores.on_host(),
+            groups=[self._cost(group) for group in attention.groups],
+            started=started,
+            done=self._record_event(),
+        )
+
+    def predict(self, plan: worker_pb2.StepPlan) -> worker_pb2.PredictResponse:
+        """Safe beside a running step: it changes nothing but the dispatcher's memory of choices."""
+        step = decode_step(plan, self._limits)
+        choices = self._dispatcher.choose(step)
+        return worker_pb2.PredictResponse(groups=[self._prediction(c) for c in choices])
+
+    def _forward(self, step: Step, attention: StepAttention, readout: Readout) -> Tensor:
+        device = self._pool.device
+        everything = len(readout.rows) == step.num_rows
+        keep_rows = None if everything else to_device(readout.rows, device)
+        positions = to_device(step.positions.astype(np.int64), device)
+        return self._model.hidden(
+            self._sampler.token_ids(step.token_ids), positions, attention, keep_rows
+        )
+
+    def _is_timed(self) -> bool:
+        return self._pool.device.type == "cpu" or self._steps % TIMED_EVERY == 0
+
+    def _record_event(self) -> torch.cuda.Event | None:
+        if self._pool.device.type == "cpu":
+            return None
+        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        event.record()
+        return event
+
+    def _cost(self, planned: PlannedGroup) -> GroupCost:
+        work = planned.work
+        bytes_per_token = self._pool.shape.bytes_per_token
+        one_by_one = planned.choice.group.kv_tokens_one_by_one
+        seconds = self._dispatcher.seconds(planned.choice.strategy, work)
+        return GroupCost(
+            planned=planned,
+            predicted_seconds=seconds * self._pool.shape.layers,
+            kv_read_bytes=work.kv_tokens_read * bytes_per_token,
+            kv_avoided_bytes=max(0, one_by_one - work.kv_tokens_read) * bytes_per_token,
+        )
+
+    def _prediction(self, choice: Choice) -> worker_pb2.GroupPrediction:
+        shape = self._pool.shape
+        predictions = self._dispatcher.predict(choice.group)
+        strategies: Sequence[worker_pb2.StrategyPrediction] = [
+            worker_pb2.StrategyPrediction(
+                kernel=KERNEL_CODES[p.kernel],
+                predicted_seconds=p.seconds * shape.layers,
+                kv_read_bytes=p.kv_tokens_read * shape.bytes_per_token,
+                refusal=p.refusal or "",
+            )
+            for p in predictions
+        ]
+        read = next(p.kv_tokens_read for p in predictions if p.kernel == choice.strategy.kernel)
+        avoided = max(0, choice.group.kv_tokens_one_by_one - read)
+        return worker_pb2.GroupPrediction(
+            phase=choice.group.phase,
+            chosen=KERNEL_CODES[choice.strategy.kernel],
+            reason=choice.reason,
+            rows=choice.group.layout.num_rows,
+            segments=choice.group.layout.num_segments,
+            kv_avoided_bytes=avoided * shape.bytes_per_token,
+            strategies=strategies,
+        )

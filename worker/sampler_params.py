@@ -1,0 +1,75 @@
+"""How one sampler slot draws its tokens: decoded from its message and checked."""
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from stemserve.kernels.layout import Int32
+from stemserve.proto.v1 import worker_pb2
+from stemserve.worker.blobs import BadPlan, decode_float32, decode_int32
+from stemserve.worker.step_checks import check_range
+
+Float32 = NDArray[np.float32]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplerParams:
+    slot: int
+    temperature: float  # at most GREEDY_TEMPERATURE: the most likely token
+    top_k: int  # 0: off
+    top_p: float  # 1: off
+    min_p: float  # 0: off
+    seed: int  # 64 bits
+    bias_ids: Int32
+    bias_values: Float32
+    banned_ids: Int32
+    min_tokens_banned_ids: Int32  # banned while sample_index < min_new_tokens
+    min_new_tokens: int
+    top_logprobs: int
+
+
+def decode_sampler(message: worker_pb2.Sampler, *, slots: int, vocab_size: int) -> SamplerParams:
+    """Raises BadPlan."""
+    where = f"sampler of slot {message.slot}"
+    if message.slot >= slots:
+        raise BadPlan(f"{where}: the worker has {slots} slots")
+    bias_ids = _token_ids(f"{where}: bias_ids", message.bias_ids, vocab_size)
+    bias_values = decode_float32(f"{where}: bias_values", message.bias_values)
+    if len(bias_ids) != len(bias_values):
+        raise BadPlan(f"{where}: {len(bias_ids)} bias_ids but {len(bias_values)} bias_values")
+    if np.isnan(bias_values).any() or (bias_values == np.inf).any():
+        raise BadPlan(f"{where}: a bias must not be NaN or +inf")
+    if not (math.isfinite(message.temperature) and message.temperature >= 0):
+        raise BadPlan(f"{where}: temperature {message.temperature} is not a number >= 0")
+    if not 0 <= message.top_p <= 1:
+        raise BadPlan(f"{where}: top_p {message.top_p} is not in [0, 1]")
+    if not 0 <= message.min_p <= 1:
+        raise BadPlan(f"{where}: min_p {message.min_p} is not in [0, 1]")
+    if message.top_logprobs > vocab_size:
+        raise BadPlan(f"{where}: top_logprobs {message.top_logprobs} is above {vocab_size}")
+    return SamplerParams(
+        slot=message.slot,
+        temperature=message.temperature,
+        top_k=0 if message.top_k >= vocab_size else message.top_k,
+        # proto3 cannot tell an absent top_p from 0. The shortest decimal of the float32: 0.3 of 10
+        # equal tokens are 3, not the 4 that 0.30000001192 takes.
+        top_p=float(str(np.float32(message.top_p))) or 1.0,
+        min_p=message.min_p,
+        seed=message.seed,
+        bias_ids=bias_ids,
+        bias_values=bias_values,
+        banned_ids=_token_ids(f"{where}: banned_ids", message.banned_ids, vocab_size),
+        min_tokens_banned_ids=_token_ids(
+            f"{where}: min_tokens_banned_ids", message.min_tokens_banned_ids, vocab_size
+        ),
+        min_new_tokens=message.min_new_tokens,
+        top_logprobs=message.top_logprobs,
+    )
+
+
+def _token_ids(name: str, blob: bytes, vocab_size: int) -> Int32:
+    ids = decode_int32(name, blob)
+    check_range(name, ids, 0, vocab_size)
+    return ids

@@ -1,0 +1,25 @@
+"""Turn one sample's tokens into text as they come, whole characters only."""
+
+import codecs
+from collections.abc import Sequence
+
+
+class Detokenizer:
+    """The pieces, joined, equal the bytes of all tokens decoded at once.
+
+    Bytes that can still become a character are held; bytes that cannot are U+FFFD, as in
+    `bytes.decode(errors="replace")`. Only the sample's own tokens count: a character that the
+    prompt began is not completed.
+    """
+
+    def __init__(self, token_bytes: Sequence[bytes]) -> None:
+        self._token_bytes = token_bytes
+        self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+
+    def feed(self, token_id: int) -> str:
+        # The logits of some models are wider than their vocabulary.
+        known = token_id < len(self._token_bytes)
+        return self._decoder.decode(self._token_bytes[token_id] if known else b"")
+
+    def flush(self) -> str:
+        return self._decoder.decode(b"", final=True)

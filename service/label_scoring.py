@@ -1,0 +1,65 @@
+"""Label probabilities: the reads of a call, and the probabilities from what was read."""
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from stemserve.proto.v1 import inference_pb2
+from stemserve.service.label_trie import LabelReads, plan_label_reads
+from stemserve.service.packed_tokens import join, offsets
+from stemserve.service.reading import Readout, Reads
+from stemserve.service.request import Float32, ScoreResult
+from stemserve.service.score_call import ScoreCall, ScoredRows
+
+Float64 = NDArray[np.float64]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class LabelScoring:
+    labels: LabelReads
+    rows: int
+    options: inference_pb2.LabelProbabilities
+
+    @classmethod
+    def plan(cls, call: ScoreCall, rows: ScoredRows) -> tuple[Reads, "LabelScoring"]:
+        labels = plan_label_reads(call.labels)
+        count, suffixes = len(rows.items), len(labels.suffixes)
+        row = np.repeat(np.arange(count, dtype=np.int32), suffixes)
+        suffix = np.tile(np.arange(suffixes, dtype=np.int32), count)
+        sequences = rows.sequences if suffixes == 1 else rows.sequences.take(row)
+        reads = Reads(
+            units=join(sequences, labels.suffixes.take(suffix)),
+            unit_row=row,
+            gather_unit=_each_row(count, labels.gather_suffix, suffixes),
+            gather_offset=(
+                rows.sequences.lengths[:, None] - 1 + labels.gather_depth[None, :]
+            ).ravel(),
+            gather_indptr=offsets(np.tile(np.diff(labels.gather_indptr), count)),
+            gather_ids=np.tile(labels.gather_ids, count),
+        )
+        return reads, cls(labels=labels, rows=count, options=call.request.label_probabilities)
+
+    def read(self, result: ScoreResult) -> Readout:
+        logprobs = self._label_logprobs(result.gather_logprobs)
+        mass = np.exp(logprobs[:, self.labels.disjoint]).sum(axis=1)
+        scores = np.exp(logprobs)
+        if self.options.apply_softmax:
+            scores = softmax(logprobs / (self.options.temperature or 1.0))
+        return Readout(scores=scores.astype(np.float32), label_mass=mass.astype(np.float32))
+
+    def _label_logprobs(self, gathered: Float32) -> Float64:  # [rows, labels]
+        by_row = gathered.reshape(self.rows, -1).astype(np.float64)
+        starts = self.labels.label_indptr[:-1]
+        summed: Float64 = np.add.reduceat(by_row[:, self.labels.label_reads], starts, axis=1)
+        return summed
+
+
+def softmax(values: Float64) -> Float64:  # [rows, columns], over columns
+    weights: Float64 = np.exp(values - values.max(axis=1, keepdims=True))
+    return weights / weights.sum(axis=1, keepdims=True)
+
+
+def _each_row(rows: int, units: NDArray[np.int32], per_row: int) -> NDArray[np.int32]:
+    """Unit numbers within a row, as numbers within the call."""
+    return (np.arange(rows, dtype=np.int32)[:, None] * per_row + units[None, :]).ravel()

@@ -1,0 +1,29 @@
+"""The largest request that a server accepts, in one table."""
+
+from dataclasses import dataclass, fields
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """Reported by Info.GetLimits; validation checks them before it allocates anything."""
+
+    max_message_bytes: int = 64 << 20  # requests and answers
+    max_contexts: int = 256
+    max_items: int = 10_000
+    max_labels: int = 1_024
+    max_label_tokens: int = 64  # of one label
+    max_request_tokens: int = 1 << 20  # all that a call names, and what its labels repeat
+    max_text_characters: int = 4 << 20  # all texts of a call together
+    max_n: int = 64
+    max_stop_strings: int = 16
+    max_stop_characters: int = 256  # of one stop string
+    max_top_logprobs: int = 20
+    max_stream_calls: int = 64  # running at once on one ScoreStream
+    max_queued_requests: int = 1_024
+    max_queued_tokens: int = 4 << 20
+    max_step_tokens: int = 2_048
+
+    def __post_init__(self) -> None:
+        for entry in fields(self):
+            if getattr(self, entry.name) < 1:
+                raise ValueError(f"{entry.name} must be at least 1")

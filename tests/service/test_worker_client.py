@@ -1,0 +1,81 @@
+"""The client of one worker, against a real worker process that computes nothing."""
+
+import queue
+import time
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+
+from stemserve.proto.v1 import worker_pb2
+from stemserve.service.worker_client import WorkerClient, WorkerUnreachable
+
+StartWorker = Callable[..., str]
+
+
+def never() -> None:
+    return None
+
+
+def plan_of(step_id: int, rows: int = 3) -> worker_pb2.StepPlan:
+    zeros = np.zeros(rows, np.int32).tobytes()
+    return worker_pb2.StepPlan(step_id=step_id, token_ids=zeros, positions=zeros, kv_slots=zeros)
+
+
+def test_describe_waits_until_the_model_is_loaded(fake_worker: StartWorker) -> None:
+    client = WorkerClient(fake_worker("--describe-seconds", 0.5, "--kv-pages", 77))
+    started = time.monotonic()
+    facts = client.describe(timeout_s=60.0, give_up=never)
+    client.close()
+    assert (facts.kv_pages, facts.has_lm_head, facts.steps_in_flight) == (77, True, 2)
+    assert time.monotonic() - started >= 0.5
+
+
+def test_describe_gives_up_with_the_given_reason() -> None:
+    client = WorkerClient("unix:/nowhere/worker.sock")
+    with pytest.raises(WorkerUnreachable, match="it ended with exit code 3"):
+        client.describe(timeout_s=60.0, give_up=lambda: "it ended with exit code 3")
+    client.close()
+
+
+def test_describe_names_the_address_that_does_not_answer() -> None:
+    client = WorkerClient("unix:/nowhere/worker.sock")
+    with pytest.raises(WorkerUnreachable, match=r"worker unix:/nowhere/worker\.sock: DEADLINE"):
+        client.describe(timeout_s=0.3, give_up=never)
+    client.close()
+
+
+def test_results_come_in_order_of_the_plans(fake_worker: StartWorker) -> None:
+    client = WorkerClient(fake_worker())
+    client.describe(timeout_s=60.0, give_up=never)
+    results: queue.SimpleQueue[worker_pb2.StepResult] = queue.SimpleQueue()
+    losses: list[str] = []
+    client.open(on_result=results.put, on_lost=losses.append)
+    for step_id in range(20):
+        client.send(plan_of(step_id))
+    assert [results.get(timeout=30.0).step_id for _ in range(20)] == list(range(20))
+    client.close()
+    assert losses == []
+
+
+def test_a_killed_worker_is_reported_once(fake_worker: StartWorker) -> None:
+    client = WorkerClient(fake_worker("--die-at-step", 2))
+    client.describe(timeout_s=60.0, give_up=never)
+    results: queue.SimpleQueue[worker_pb2.StepResult] = queue.SimpleQueue()
+    losses: queue.SimpleQueue[str] = queue.SimpleQueue()
+    client.open(on_result=results.put, on_lost=losses.put)
+    client.send(plan_of(1))
+    assert results.get(timeout=30.0).step_id == 1
+    client.send(plan_of(2))
+    assert "UNAVAILABLE" in losses.get(timeout=30.0)
+    client.close()
+    client.close()
+    assert losses.empty()
+
+
+def test_predict_answers_without_running_the_plan(fake_worker: StartWorker) -> None:
+    client = WorkerClient(fake_worker())
+    client.describe(timeout_s=60.0, give_up=never)
+    answer = client.predict(plan_of(1, rows=5), timeout_s=30.0)
+    client.close()
+    assert [group.rows for group in answer.groups] == [5]

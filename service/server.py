@@ -8,8 +8,8 @@ from typing import Any
 import grpc
 
 from stemserve.service import reflection
+from stemserve.service.call_gate import CallGate
 from stemserve.service.config import ServerConfig
-from stemserve.service.drain import DrainGate
 from stemserve.service.health import SERVICE_NAME as HEALTH_SERVICE
 from stemserve.service.health import Health
 
@@ -36,7 +36,7 @@ class Servers:
         *,
         max_message_bytes: int,
         health: Health,
-        gate: DrainGate,
+        gate: CallGate,
     ) -> None:
         options = _options(max_message_bytes)
         self.rpc = grpc.aio.server(interceptors=[gate], options=options)

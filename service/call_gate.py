@@ -1,4 +1,4 @@
-"""Refuse new calls while the running ones finish."""
+"""Refuse new calls before the server is ready, and while the last ones finish."""
 
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Generator
@@ -8,33 +8,36 @@ from typing import Any
 import grpc
 
 OUR_SERVICES = "/stemserve."
-REFUSAL = "the server is shutting down; retry on another one"
+LOADING = "the model is loading; retry in a moment"
+DRAINING = "the server is shutting down; retry on another one"
 
 Handler = grpc.RpcMethodHandler[Any, Any]
 Context = grpc.aio.ServicerContext[Any, Any]
 
 
-class DrainGate(grpc.aio.ServerInterceptor):
-    """Counts the running calls of our services. Health and reflection always pass.
+class CallGate(grpc.aio.ServerInterceptor):
+    """Closed at first. Counts the running calls of our services; health and reflection always pass.
 
     A stream of many calls (ScoreStream) may stay open for days: a new one is refused, but an open
     one is not counted.
     """
 
     def __init__(self) -> None:
-        self._closed = False
+        self._refusing: Handler | None = _refusing(LOADING)
         self._running = 0
         self._idle = asyncio.Event()
         self._idle.set()
-        self._refusing: Handler = grpc.stream_stream_rpc_method_handler(_refuse)
 
     @property
     def running_calls(self) -> int:
         return self._running
 
-    def close(self) -> None:
+    def open(self) -> None:
+        self._refusing = None
+
+    def drain(self) -> None:
         """New calls fail with UNAVAILABLE from now on."""
-        self._closed = True
+        self._refusing = _refusing(DRAINING)
 
     async def wait_idle(self) -> None:
         await self._idle.wait()
@@ -46,7 +49,7 @@ class DrainGate(grpc.aio.ServerInterceptor):
     ) -> Handler | None:
         if not handler_call_details.method.startswith(OUR_SERVICES):
             return await continuation(handler_call_details)
-        if self._closed:
+        if self._refusing is not None:
             return self._refusing
         handler = await continuation(handler_call_details)
         return None if handler is None else self._counted(handler)
@@ -85,6 +88,9 @@ class DrainGate(grpc.aio.ServerInterceptor):
                 self._idle.set()
 
 
-async def _refuse(requests: AsyncIterator[Any], context: Context) -> AsyncGenerator[Any]:
-    await context.abort(grpc.StatusCode.UNAVAILABLE, REFUSAL)
-    yield  # never: abort raises; this makes the function a stream
+def _refusing(reason: str) -> Handler:
+    async def refuse(requests: AsyncIterator[Any], context: Context) -> AsyncGenerator[Any]:
+        await context.abort(grpc.StatusCode.UNAVAILABLE, reason)
+        yield  # never: abort raises; this makes the function a stream
+
+    return grpc.stream_stream_rpc_method_handler(refuse)

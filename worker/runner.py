@@ -58,6 +58,10 @@ class ModelRunner:
         self._limits = limits
         self._steps = 0
 
+    @property
+    def uses_gpu(self) -> bool:
+        return self._pool.device.type == "cuda"
+
     def step(self, plan: worker_pb2.StepPlan) -> worker_pb2.StepResult:
         return self.launch(plan).result()
 
@@ -100,10 +104,10 @@ class ModelRunner:
         )
 
     def _is_timed(self) -> bool:
-        return self._pool.device.type == "cpu" or self._steps % TIMED_EVERY == 0
+        return not self.uses_gpu or self._steps % TIMED_EVERY == 0
 
     def _record_event(self) -> torch.cuda.Event | None:
-        if self._pool.device.type == "cpu":
+        if not self.uses_gpu:
             return None
         event = torch.cuda.Event()  # type: ignore[no-untyped-call]
         event.record()

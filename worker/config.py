@@ -1,0 +1,174 @@
+"""The worker's configuration: its command line, read once and checked whole."""
+
+import argparse
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from stemserve.kernels.strategy import Kernel
+from stemserve.worker.models.loader import LoadFormat
+
+PAGE_SIZE = 16
+SAMPLER_SLOTS = 1024
+MAX_STEP_TOKENS = 32_768
+
+DESCRIPTION = """\
+Run one worker: a model, its KV cache and its kernels on one GPU or on the CPU.
+A service (stemserve serve) connects to it; it speaks gRPC and answers once the model is loaded."""
+
+
+class ConfigError(ValueError):
+    """The worker cannot start as it was told to; the message says why, in one line."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerConfig:
+    listen: str  # unix:/path or host:port
+    model: Path
+    load_format: LoadFormat
+    dtype: str  # auto, or a torch type
+    device: str  # auto, cpu or cuda
+    kv_pages: int | None
+    kv_memory_bytes: int | None
+    page_size: int
+    threads: int | None
+    max_step_tokens: int
+    sampler_slots: int
+    kernel: Kernel | None
+    cost_table: Path | None
+    parent_fd: int | None
+
+    def __post_init__(self) -> None:
+        if self.unix_path is None and not re.fullmatch(r".+:\d{1,5}", self.listen):
+            raise ConfigError(f"--listen {self.listen!r} is neither unix:/path nor host:port")
+        if not self.model.exists():
+            raise ConfigError(f"--model {self.model} does not exist")
+        if self.cost_table is not None and not self.cost_table.is_file():
+            raise ConfigError(f"--cost-table {self.cost_table} is not a file")
+
+    @property
+    def unix_path(self) -> Path | None:
+        return Path(self.listen[5:]) if self.listen.startswith("unix:/") else None
+
+
+def parse_config(arguments: Sequence[str]) -> WorkerConfig:
+    """Raises ConfigError; unknown flags and --help end the process, as argparse does."""
+    values = _parser().parse_args(arguments)
+    return WorkerConfig(**vars(values))
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m stemserve.worker",
+        description=DESCRIPTION,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    _add_model(parser.add_argument_group("model"))
+    _add_cache(parser.add_argument_group("KV cache and limits"))
+    _add_kernels(parser.add_argument_group("attention kernels"))
+    process = parser.add_argument_group("process")
+    process.add_argument(
+        "--listen",
+        required=True,
+        metavar="ADDRESS",
+        help="unix:/path.sock (made with mode 0600) or host:port (no TLS: keep it on loopback)",
+    )
+    process.add_argument(
+        "--threads", type=_positive, metavar="N", help="CPU threads of torch (default: torch's)"
+    )
+    process.add_argument(
+        "--parent-fd",
+        type=int,
+        metavar="FD",
+        help="inherited pipe; the worker ends when its other end closes",
+    )
+    return parser
+
+
+def _add_model(group: argparse._ArgumentGroup) -> None:
+    group.add_argument(
+        "--model",
+        type=Path,
+        required=True,
+        metavar="PATH",
+        help="Hugging Face folder, GGUF file, or config.json with --load-format dummy",
+    )
+    group.add_argument(
+        "--load-format",
+        type=LoadFormat,
+        choices=list(LoadFormat),
+        default=LoadFormat.AUTO,
+        help="auto: the file's weights; dummy: random weights (default: %(default)s)",
+    )
+    group.add_argument(
+        "--dtype",
+        choices=["auto", "float32", "bfloat16", "float16"],
+        default="auto",
+        help="auto: float32 on a CPU, the checkpoint's on a GPU (default: %(default)s)",
+    )
+    group.add_argument(
+        "--device",
+        choices=["auto", "cpu", "cuda"],
+        default="auto",
+        help="auto: a GPU if there is one (default: %(default)s)",
+    )
+
+
+def _add_cache(group: argparse._ArgumentGroup) -> None:
+    size = group.add_mutually_exclusive_group()
+    size.add_argument("--kv-pages", type=_positive, metavar="N", help="pages of the KV cache")
+    size.add_argument(
+        "--kv-memory-bytes",
+        type=_positive,
+        metavar="N",
+        help="bytes of the KV cache (default: a share of the free memory)",
+    )
+    group.add_argument(
+        "--page-size",
+        type=_positive,
+        default=PAGE_SIZE,
+        metavar="N",
+        help="tokens of a page (default: %(default)s)",
+    )
+    group.add_argument(
+        "--max-step-tokens",
+        type=_positive,
+        default=MAX_STEP_TOKENS,
+        metavar="N",
+        help="rows of one step; a larger plan is refused (default: %(default)s)",
+    )
+    group.add_argument(
+        "--sampler-slots",
+        type=_positive,
+        default=SAMPLER_SLOTS,
+        metavar="N",
+        help="sequences that may be sampled at a time (default: %(default)s)",
+    )
+
+
+def _add_kernels(group: argparse._ArgumentGroup) -> None:
+    group.add_argument(
+        "--kernel",
+        type=Kernel,
+        choices=list(Kernel),
+        metavar="NAME",
+        help=f"use this strategy wherever it can run, for debugging: {', '.join(Kernel)}",
+    )
+    group.add_argument(
+        "--cost-table",
+        type=Path,
+        metavar="FILE",
+        help="costs that the choice of kernel uses (default: those of the device)",
+    )
+
+
+def _positive(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise ValueError(text)
+    return value
+
+
+_positive.__name__ = "positive number"  # argparse names the type in its message

@@ -1,0 +1,87 @@
+"""The one thread that launches steps, in the order in which their plans came."""
+
+import logging
+import queue
+import threading
+from collections.abc import Callable
+from types import TracebackType
+from typing import Self
+
+import torch
+
+from stemserve.proto.v1 import worker_pb2
+from stemserve.worker.blobs import BadPlan
+from stemserve.worker.result import LaunchedStep
+from stemserve.worker.runner import ModelRunner
+
+log = logging.getLogger(__name__)
+
+Outcome = LaunchedStep | worker_pb2.StepResult  # the latter for a step that failed
+
+
+class StepThread:
+    """While another thread fetches the result of one step, the next is launched here."""
+
+    def __init__(self, runner: ModelRunner, on_device_lost: Callable[[], None]) -> None:
+        self._runner = runner
+        self._on_device_lost = on_device_lost
+        self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name="steps")
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self._jobs.put(None)
+        self._thread.join()
+
+    def submit(
+        self,
+        plan: worker_pb2.StepPlan,
+        deliver: Callable[[Outcome], None],
+        is_wanted: Callable[[], bool],
+    ) -> None:
+        def job() -> None:
+            if is_wanted():
+                deliver(self._launch(plan))
+
+        self._jobs.put(job)
+
+    def after_all(self, call: Callable[[], None]) -> None:
+        """Call once everything that was submitted before has been delivered."""
+        self._jobs.put(call)
+
+    def _run(self) -> None:
+        while (job := self._jobs.get()) is not None:
+            job()
+
+    def _launch(self, plan: worker_pb2.StepPlan) -> Outcome:
+        try:
+            return self._runner.launch(plan)
+        except Exception as error:
+            self._check_device()
+            return failed_step(plan.step_id, error)
+
+    def _check_device(self) -> None:
+        """After some errors every further call to a GPU fails."""
+        if not self._runner.uses_gpu:
+            return
+        try:
+            torch.cuda.synchronize()
+        except RuntimeError:
+            log.critical("the device is lost", exc_info=True)
+            self._on_device_lost()
+
+
+def failed_step(step_id: int, error: Exception) -> worker_pb2.StepResult:
+    if isinstance(error, BadPlan):
+        log.error("step %d: bad plan: %s", step_id, error)
+        return worker_pb2.StepResult(step_id=step_id, error=f"bad plan: {error}")
+    log.error("step %d failed", step_id, exc_info=error)
+    return worker_pb2.StepResult(step_id=step_id, error=f"{type(error).__name__}: {error}")

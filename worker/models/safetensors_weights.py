@@ -42,10 +42,10 @@ def open_safetensors(folder: Path) -> Generator[SafetensorsWeights]:
         files: list[_OpenFile] = []
         for path in _weight_files(folder):
             try:
-                opened: object = stack.enter_context(safe_open(path, framework="pt"))
+                file = cast("_OpenFile", stack.enter_context(safe_open(path, framework="pt")))
             except (OSError, SafetensorError) as error:
                 raise WeightsError(f"{path} is not a readable safetensors file: {error}") from error
-            files.append(cast("_OpenFile", opened))
+            files.append(file)
         yield SafetensorsWeights(folder, files)
 
 

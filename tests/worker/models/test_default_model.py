@@ -1,12 +1,12 @@
 """The default model against transformers' own reading of the same file."""
 
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
-from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
 from stemserve.worker.models.gguf_config import read_gguf_config
 from stemserve.worker.models.gguf_file import GgufFile
@@ -33,15 +33,14 @@ def reference(default_model_path: Path) -> Any:
         rope_parameters={"rope_type": "default", "rope_theta": 100000.0},
         tie_word_embeddings=True,
     )
-    with torch.device("meta"):
-        model = LlamaForCausalLM(config)
-    tensors = load_gguf_checkpoint(
+    model: Any = LlamaForCausalLM(config)
+    reader: Any = import_module("transformers.modeling_gguf_pytorch_utils")
+    tensors = reader.load_gguf_checkpoint(
         str(default_model_path), return_tensors=True, model_to_load=model
     )["tensors"]
-    model = LlamaForCausalLM(config).eval()
     outcome = model.load_state_dict(tensors, strict=False)
     assert (outcome.missing_keys, outcome.unexpected_keys) == (["lm_head.weight"], [])
-    return model
+    return model.eval()
 
 
 def test_every_weight_is_the_one_that_transformers_reads(

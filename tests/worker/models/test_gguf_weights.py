@@ -1,4 +1,4 @@
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -187,21 +187,21 @@ def test_another_architecture_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("damage", "message"),
+    ("kept", "head", "message"),
     [
-        (lambda data: b"GGML" + data[4:], "starts with b'GGML'"),
-        (lambda data: data[:4] + b"\0\0\0\3" + data[8:], "little-endian"),
-        (lambda data: data[:40], "header is cut short"),
-        (lambda data: data[:-100], "is cut short"),
-        (lambda data: b"", "cannot be read"),
+        (slice(4, None), b"GGML", "starts with b'GGML'"),
+        (slice(8, None), b"GGUF\0\0\0\3", "little-endian"),
+        (slice(0, 40), b"", "header is cut short"),
+        (slice(0, -100), b"", "is cut short"),
+        (slice(0, 0), b"", "cannot be read"),
     ],
 )
 def test_a_damaged_file_is_refused(
-    save_model: Any, tmp_path: Path, damage: Callable[[bytes], bytes], message: str
+    save_model: Any, tmp_path: Path, kept: slice, head: bytes, message: str
 ) -> None:
     path = tmp_path / "m.gguf"
     write_gguf(path, save_model("LlamaForCausalLM", **SIZES))
-    path.write_bytes(damage(path.read_bytes()))
+    path.write_bytes(head + path.read_bytes()[kept])
     with pytest.raises(WeightsError, match=message):
         load_model(path)
 

@@ -1,10 +1,10 @@
+from importlib import import_module
 from typing import Any
 
 import pytest
 import torch
 from transformers import LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
-from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from stemserve.worker.models.config_fields import ConfigFields
 from stemserve.worker.models.hf_rope_config import rope_from_hf
@@ -84,7 +84,8 @@ def test_rotation_equals_that_of_transformers(dtype: torch.dtype) -> None:
     rotation = RotaryEmbedding(RopeConfig(theta=1e4), 32, torch.device("cpu")).rotation(positions)
     cos, sin = (torch.cat((half, half), -1).squeeze(1) for half in rotation)
     heads_first = x.float().transpose(0, 1)[None]
-    expected, _ = apply_rotary_pos_emb(heads_first, heads_first, cos[None], sin[None])
+    llama: Any = import_module("transformers.models.llama.modeling_llama")
+    expected, _ = llama.apply_rotary_pos_emb(heads_first, heads_first, cos[None], sin[None])
     rotated = rotate(x, rotation)
     assert rotated.dtype == dtype
     torch.testing.assert_close(rotated, expected[0].transpose(0, 1).to(dtype))

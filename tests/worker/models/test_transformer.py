@@ -26,7 +26,7 @@ YARN_ROPE = {
 }
 LINEAR_ROPE = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 2.5}
 
-CASES = {
+CASES: dict[str, tuple[str, dict[str, object]]] = {
     "llama": ("LlamaForCausalLM", {}),
     "llama, as many KV heads as query heads": ("LlamaForCausalLM", {"num_key_value_heads": 4}),
     "llama, one KV head": ("LlamaForCausalLM", {"num_key_value_heads": 1}),
@@ -64,7 +64,7 @@ def token_ids() -> Tensor:
     return torch.randint(97, (TOKENS,))
 
 
-@pytest.mark.parametrize(("class_name", "config"), CASES.values(), ids=CASES.keys())
+@pytest.mark.parametrize(("class_name", "config"), CASES.values(), ids=list(CASES))
 def test_logits_equal_those_of_transformers(
     save_model: Any,
     causal_attend: Attend,

@@ -1,9 +1,9 @@
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from stemserve.worker.models.errors import WeightsError
@@ -11,6 +11,7 @@ from stemserve.worker.models.layers import Attend
 from stemserve.worker.models.loader import load_model
 
 FILE = "model.safetensors"
+safetensors: Any = import_module("safetensors.torch")
 
 
 def logits_of(folder: Path, attend: Attend) -> Tensor:
@@ -20,8 +21,8 @@ def logits_of(folder: Path, attend: Attend) -> Tensor:
 
 def edit(folder: Path, changes: dict[str, Tensor | None]) -> None:
     """Replace, add or (None) remove tensors of a saved model."""
-    tensors = {**load_file(folder / FILE), **changes}
-    save_file({name: t for name, t in tensors.items() if t is not None}, folder / FILE)
+    tensors = {**safetensors.load_file(folder / FILE), **changes}
+    safetensors.save_file({name: t for name, t in tensors.items() if t is not None}, folder / FILE)
 
 
 def test_shards_are_read_as_one_file(
@@ -97,7 +98,7 @@ def test_a_tied_matrix_may_have_either_name(
 ) -> None:
     save_model("LlamaForCausalLM", tie_word_embeddings=True)
     before = logits_of(tmp_path, causal_attend)
-    matrix = load_file(tmp_path / FILE)["model.embed_tokens.weight"]
+    matrix = safetensors.load_file(tmp_path / FILE)["model.embed_tokens.weight"]
     edit(tmp_path, {"model.embed_tokens.weight": None, kept: matrix})
     torch.testing.assert_close(logits_of(tmp_path, causal_attend), before)
 
@@ -107,7 +108,10 @@ def test_a_tied_matrix_may_be_stored_twice(
 ) -> None:
     save_model("LlamaForCausalLM", tie_word_embeddings=True)
     before = logits_of(tmp_path, causal_attend)
-    edit(tmp_path, {"lm_head.weight": load_file(tmp_path / FILE)["model.embed_tokens.weight"]})
+    edit(
+        tmp_path,
+        {"lm_head.weight": safetensors.load_file(tmp_path / FILE)["model.embed_tokens.weight"]},
+    )
     torch.testing.assert_close(logits_of(tmp_path, causal_attend), before)
 
 

@@ -29,7 +29,7 @@ class Kernel(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Work:
-    """What a plan makes the device do in one layer: blocks of rows that read a run of KV tokens once.
+    """What a plan makes the device do in one layer: blocks of rows that each read a run of tokens.
 
     The cost model prices it and the byte counters read it; a plan's work is the work that its `run`
     does, not a model beside it.

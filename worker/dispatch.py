@@ -42,7 +42,7 @@ class Reason(StrEnum):
 
 
 class Costs(Protocol):
-    def seconds(self, phase: Phase, kernel: Kernel, work: Work) -> float: ...
+    def work_seconds(self, work: Work) -> float: ...  # of one layer
 
 
 class NoStrategy(RuntimeError):
@@ -95,9 +95,9 @@ class Dispatcher:
         """Every strategy of the group's phase, cheapest first, refusals last."""
         return self._predictions(attention_group.phase, attention_group.layout)
 
-    def seconds(self, strategy: Strategy, work: Work) -> float:
+    def seconds(self, work: Work) -> float:
         """Predicted seconds in one layer."""
-        return self._costs.seconds(strategy.phase, strategy.kernel, work)
+        return self._costs.work_seconds(work)
 
     def _verdict(self, layout: AttentionLayout, candidate: Candidate) -> _Verdict:
         signature = _signature(layout, candidate)
@@ -151,7 +151,7 @@ class Dispatcher:
         work = strategy.work(layout)
         return Prediction(
             kernel=strategy.kernel,
-            seconds=self.seconds(strategy, work),
+            seconds=self.seconds(work),
             kv_tokens_read=work.kv_tokens_read,
             refusal=None,
         )

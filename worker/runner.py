@@ -117,7 +117,7 @@ class ModelRunner:
         work = planned.work
         bytes_per_token = self._pool.shape.bytes_per_token
         one_by_one = planned.choice.group.kv_tokens_one_by_one
-        seconds = self._dispatcher.seconds(planned.choice.strategy, work)
+        seconds = self._dispatcher.seconds(work)
         return GroupCost(
             planned=planned,
             predicted_seconds=seconds * self._pool.shape.layers,

@@ -96,7 +96,7 @@ class Sampler:
         return Drawn(
             tokens=tokens,
             logprobs=logprobs.gather(-1, tokens[:, None]).squeeze(-1),
-            failed=~logits.gather(-1, tokens[:, None]).squeeze(-1).isfinite(),
+            failed=~logits.amax(-1).isfinite(),
             top_counts=counts,
             top_ids=top_ids,
             top_logprobs=top_logprobs,

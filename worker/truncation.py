@@ -61,7 +61,7 @@ def largest(
     kept = _are_largest(values, values.topk(count).values, counts)
     # topk gives the kept tokens in any order among equals: by id first, then stably by value.
     ids = torch.where(kept, 1.0, 0.0).topk(count).indices.sort(-1).values
-    kept_values, order = values.gather(-1, ids).sort(-1, descending=True, stable=True)
+    kept_values, order = values.gather(-1, ids).sort(stable=True, dim=-1, descending=True)
     return ids.gather(-1, order), kept_values
 
 

@@ -1,0 +1,58 @@
+"""Write a benchmark's results with the facts that they depend on, and no name of any machine."""
+
+import json
+import os
+import platform
+import re
+import subprocess
+from collections.abc import Mapping, Sequence
+from datetime import UTC, datetime
+from importlib.metadata import version
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+PACKAGES = ("stemserve", "torch", "transformers", "numpy", "grpcio", "protobuf")
+
+
+def write(path: Path, *, command: str, threads: int, results: Mapping[str, Any]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    facts = {"command": command, "threads": threads, "dtype": "float32", **_machine()}
+    path.write_text(json.dumps({**facts, "results": results}, indent=1) + "\n")
+
+
+def summary(seconds: Sequence[float]) -> dict[str, Any]:
+    """All repeats, rounded to what a clock is worth, and their median."""
+    return {
+        "median_s": round(median(seconds), 5),
+        "repeats_s": [round(value, 5) for value in seconds],
+    }
+
+
+def _machine() -> dict[str, Any]:
+    return {
+        "date": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
+        "commit": _commit(),
+        "cpu": _cpu_model(),
+        "cores": os.cpu_count(),
+        "load_average_1min": round(os.getloadavg()[0], 2),
+        "python": platform.python_version(),
+        "packages": {name: version(name) for name in PACKAGES},
+    }
+
+
+def _cpu_model() -> str:
+    """Name, family and model: a virtual machine often hides the product's name."""
+    info = Path("/proc/cpuinfo").read_text()
+    fields = dict(re.findall(r"^(model name|cpu family|model)\s*: (.*)$", info, re.MULTILINE))
+    return f"{fields['model name']}, family {fields['cpu family']}, model {fields['model']}"
+
+
+def _commit() -> str:
+    here = Path(__file__).parent
+    git = ["git", "-C", str(here)]
+    head = subprocess.run([*git, "rev-parse", "--short", "HEAD"], capture_output=True, text=True)
+    # Results are written while they are made: they are no change of the code.
+    diff = [*git, "status", "--porcelain", "--untracked-files=no", "--", "..", ":!results"]
+    changes = subprocess.run(diff, capture_output=True, text=True)
+    return head.stdout.strip() + (" with changes" if changes.stdout.strip() else "")

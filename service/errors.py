@@ -4,6 +4,7 @@ RequestError
 ├── InvalidRequest        a field is wrong; the caller must change the request
 ├── PrefixNotFound        unknown, expired or released prefix id
 ├── PrefixExists          the asked-for id names other content
+├── PrefixesFull          the registry has no room for another prefix
 ├── WrongModelKind        the model has no such head
 ├── QueueFull             retry later
 ├── NeverFits             larger than the whole KV pool; retrying cannot help
@@ -40,6 +41,10 @@ class PrefixExists(RequestError):
         )
 
 
+class PrefixesFull(RequestError):
+    pass
+
+
 class WrongModelKind(RequestError):
     pass
 
@@ -70,6 +75,7 @@ STATUS: Mapping[type[RequestError], grpc.StatusCode] = {
     InvalidRequest: grpc.StatusCode.INVALID_ARGUMENT,
     PrefixNotFound: grpc.StatusCode.NOT_FOUND,
     PrefixExists: grpc.StatusCode.ALREADY_EXISTS,
+    PrefixesFull: grpc.StatusCode.RESOURCE_EXHAUSTED,
     WrongModelKind: grpc.StatusCode.UNIMPLEMENTED,
     QueueFull: grpc.StatusCode.RESOURCE_EXHAUSTED,
     NeverFits: grpc.StatusCode.RESOURCE_EXHAUSTED,

@@ -6,7 +6,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from stemserve.proto.v1 import inference_pb2
+from stemserve.service.errors import InvalidRequest
 from stemserve.service.label_trie import LabelReads, plan_label_reads
+from stemserve.service.limits import Limits
 from stemserve.service.packed_tokens import join, offsets
 from stemserve.service.reading import Readout, Reads
 from stemserve.service.request import Float32, ScoreResult
@@ -24,6 +26,7 @@ class LabelScoring:
     @classmethod
     def plan(cls, call: ScoreCall, rows: ScoredRows) -> tuple[Reads, "LabelScoring"]:
         labels = plan_label_reads(call.labels)
+        _check_room(call.limits, rows, labels)
         count, suffixes = len(rows.items), len(labels.suffixes)
         row = np.repeat(np.arange(count, dtype=np.int32), suffixes)
         suffix = np.tile(np.arange(suffixes, dtype=np.int32), count)
@@ -53,6 +56,24 @@ class LabelScoring:
         starts = self.labels.label_indptr[:-1]
         summed: Float64 = np.add.reduceat(by_row[:, self.labels.label_reads], starts, axis=1)
         return summed
+
+
+def _check_room(limits: Limits, rows: ScoredRows, labels: LabelReads) -> None:
+    count, suffixes = len(rows.items), len(labels.suffixes)
+    tokens = len(rows.sequences.tokens) * suffixes + len(labels.suffixes.tokens) * count
+    if tokens > limits.max_request_tokens:
+        raise InvalidRequest(
+            "label_probabilities",
+            f"labels of several tokens repeat each item {suffixes} times: {tokens} tokens, more "
+            f"than max_request_tokens ({limits.max_request_tokens}); send fewer items or labels",
+        )
+    reads = count * len(labels.gather_ids)
+    if reads > limits.max_message_bytes // 4:
+        raise InvalidRequest(
+            "label_probabilities",
+            f"items and labels need {reads} log-probabilities, more than "
+            f"{limits.max_message_bytes // 4}; send fewer items or labels",
+        )
 
 
 def softmax(values: Float64) -> Float64:  # [rows, columns], over columns

@@ -1,6 +1,6 @@
 """The largest request that a server accepts, in one table."""
 
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,6 +24,6 @@ class Limits:
     max_step_tokens: int = 2_048
 
     def __post_init__(self) -> None:
-        for entry in fields(self):
-            if getattr(self, entry.name) < 1:
-                raise ValueError(f"{entry.name} must be at least 1")
+        for name, limit in asdict(self).items():
+            if limit < 1:
+                raise ValueError(f"{name} must be at least 1")

@@ -19,6 +19,10 @@ class ConfigFields:
     def __contains__(self, name: str) -> bool:
         return self._values.get(name) is not None
 
+    def mentions(self, name: str) -> bool:
+        """Also if the value is null."""
+        return name in self._values
+
     def refuse(self, name: str, expected: str) -> ConfigError:
         found = repr(self._values[name]) if name in self._values else "absent"
         return ConfigError(f"{self.source}: {name} is {found}; expected {expected}")

@@ -4,7 +4,7 @@ from stemserve.worker.models.config_fields import ConfigFields
 from stemserve.worker.models.errors import ConfigError
 from stemserve.worker.models.gguf_file import GgufFile
 from stemserve.worker.models.gguf_weights import GgufWeights
-from stemserve.worker.models.model_config import Family, Head, ModelConfig
+from stemserve.worker.models.model_config import Family, Head, ModelConfig, context_within
 from stemserve.worker.models.rope import (
     FrequencyDivisors,
     LinearScaling,
@@ -64,8 +64,9 @@ def _vocab_size(file: GgufFile) -> int:
 
 
 def _context_tokens(fields: ConfigFields) -> int:
+    window = fields.count("llama.attention.sliding_window", 0, minimum=0)
     positions = fields.count("llama.context_length")
-    return min(positions, fields.count("llama.attention.sliding_window", positions, minimum=0))
+    return context_within(window or None, positions, source=fields.source)
 
 
 def _rope_scaling(file: GgufFile, fields: ConfigFields) -> RopeScaling | None:

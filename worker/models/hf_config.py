@@ -1,7 +1,6 @@
 """Reads the description of a model from a Hugging Face config.json."""
 
 import json
-import logging
 from pathlib import Path
 from typing import NamedTuple, cast
 
@@ -10,9 +9,7 @@ import torch
 from stemserve.worker.models.config_fields import ConfigFields
 from stemserve.worker.models.errors import ConfigError
 from stemserve.worker.models.hf_rope_config import rope_from_hf
-from stemserve.worker.models.model_config import Family, Head, ModelConfig
-
-logger = logging.getLogger(__name__)
+from stemserve.worker.models.model_config import Family, Head, ModelConfig, context_within
 
 _FAMILIES = {
     "Llama": Family.LLAMA,
@@ -27,6 +24,7 @@ _HEADS = {
 SUPPORTED_ARCHITECTURES = {
     family + head: (_FAMILIES[family], _HEADS[head]) for family in _FAMILIES for head in _HEADS
 }
+_DEFAULT_WINDOW = 4096
 _DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 
 
@@ -126,24 +124,16 @@ def _biases(fields: ConfigFields, family: Family) -> _Biases:
 
 def _context_tokens(fields: ConfigFields, family: Family) -> int:
     positions = fields.count("max_position_embeddings")
-    window = _sliding_window(fields, family)
-    if window is None or window >= positions:
-        return positions
-    logger.warning(
-        "%s: context cut from %d to %d tokens, the sliding window: "
-        "attention inside the window is exact, longer contexts are not supported",
-        fields.source,
-        positions,
-        window,
-    )
-    return window
+    return context_within(_sliding_window(fields, family), positions, source=fields.source)
 
 
 def _sliding_window(fields: ConfigFields, family: Family) -> int | None:
     """The window of the layers that have one. A sequence no longer than it is not affected."""
-    if family is Family.LLAMA or "sliding_window" not in fields:
+    if family is Family.LLAMA:
         return None
-    window = fields.count("sliding_window")
+    if fields.mentions("sliding_window") and "sliding_window" not in fields:
+        return None
+    window = fields.count("sliding_window", _DEFAULT_WINDOW)
     if family is Family.MISTRAL:
         return window
     if not fields.flag("use_sliding_window", False):

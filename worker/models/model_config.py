@@ -1,5 +1,6 @@
 """What a forward pass must know about a model, whatever file it came from."""
 
+import logging
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -8,6 +9,8 @@ import torch
 from stemserve.kernels.layout import HeadShape
 from stemserve.worker.models.errors import ConfigError
 from stemserve.worker.models.rope import RopeConfig
+
+logger = logging.getLogger(__name__)
 
 
 class Family(StrEnum):
@@ -81,3 +84,20 @@ class ModelConfig:
     @property
     def kv_size(self) -> int:
         return self.kv_heads * self.head_dim
+
+
+def context_within(window: int | None, context_tokens: int, *, source: str) -> int:
+    """The context that a model with a sliding window (None: it has none) can be given.
+
+    A sequence no longer than the window sees all of itself, as without one.
+    """
+    if window is None or window >= context_tokens:
+        return context_tokens
+    logger.warning(
+        "%s: context cut from %d to %d tokens, the model's sliding window; "
+        "longer contexts are not supported",
+        source,
+        context_tokens,
+        window,
+    )
+    return window

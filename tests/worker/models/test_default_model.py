@@ -14,8 +14,9 @@ from stemserve.worker.models.gguf_weights import GgufWeights
 from stemserve.worker.models.layers import Attend
 from stemserve.worker.models.loader import load_model
 
-# "The capital of France is Paris. Prefixes are stored once." and a tail of unrelated ids
+# "The capital of France is Paris.", then any ids, the first and the last of the vocabulary too
 TOKEN_IDS = [504, 3575, 282, 4649, 314, 7042, 30, 8713, 2430, 359, 9055, 2196, 30, 0, 49151, 17]
+IS, PARIS = 4, 5
 
 
 @pytest.fixture(scope="module")
@@ -63,4 +64,5 @@ def test_logits_equal_those_of_transformers(
     with torch.no_grad():
         expected = reference(torch.tensor([TOKEN_IDS]), use_cache=False).logits[0]
     torch.testing.assert_close(logits, expected, atol=1e-4, rtol=0)
+    assert int(logits[IS].argmax()) == TOKEN_IDS[PARIS]
     assert (model.config.context_tokens, model.config.eos_token_ids) == (8192, (2,))

@@ -146,12 +146,16 @@ def test_a_folder_with_one_gguf_file_is_that_file(save_model: Any, tmp_path: Pat
     reference = save_model("LlamaForCausalLM", **SIZES)
     folder = tmp_path / "folder"
     folder.mkdir()
-    metadata = {"llama.rope.scaling.type": "linear", "llama.rope.scaling.factor": 2.0}
+    metadata = {
+        "llama.rope.scaling.type": "linear",
+        "llama.rope.scaling.factor": 2.0,
+        "llama.attention.sliding_window": 100,
+    }
     write_gguf(folder / "some.gguf", reference, metadata=metadata)
     config = read_model_config(folder)
     assert config.rope.scaling == LinearScaling(factor=2.0)
     assert (config.bos_token_id, config.eos_token_ids) == (1, (2, 7))
-    assert config.vocab_size == 97
+    assert (config.vocab_size, config.context_tokens) == (97, 100)
     (folder / "other.gguf").touch()
     with pytest.raises(ConfigError, match="2 GGUF files"):
         read_model_config(folder)

@@ -110,7 +110,7 @@ def test_kept_rows_are_the_rows_of_the_whole(
 ) -> None:
     save_model("Qwen3ForCausalLM", head_dim=16)
     model = load_model(tmp_path)
-    rows = torch.tensor(kept, dtype=torch.long)
+    rows = torch.tensor(kept, dtype=torch.int32)
     positions = torch.arange(TOKENS)
     cut = model.hidden(token_ids, positions, causal_attend, rows)
     whole = model.hidden(token_ids, positions, causal_attend)

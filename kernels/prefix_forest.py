@@ -61,7 +61,8 @@ def row_visible(layout: AttentionLayout) -> tuple[Int32, Int32]:
 def row_home(layout: AttentionLayout, segment: Int32, visible: Int32) -> Int32:
     """The deepest node of which each row sees a token; -1 where it sees none."""
     home = layout.segment_node[segment].copy()
-    while (above := (home >= 0) & (layout.node_start[home] >= visible)).any():
+    start = np.append(layout.node_start, np.int32(0))  # node -1 reads the last
+    while (above := (home >= 0) & (start[home] >= visible)).any():
         home[above] = layout.node_parent[home[above]]
     return home
 

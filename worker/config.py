@@ -4,6 +4,7 @@ import argparse
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from enum import StrEnum
 from pathlib import Path
 
 from stemserve.kernels.strategy import Kernel
@@ -18,6 +19,19 @@ Run one worker: a model, its KV cache and its kernels on one GPU or on the CPU.
 A service (stemserve serve) connects to it; it speaks gRPC and answers once the model is loaded."""
 
 
+class Device(StrEnum):
+    AUTO = "auto"  # a GPU if there is one
+    CPU = "cpu"
+    CUDA = "cuda"
+
+
+class Dtype(StrEnum):
+    AUTO = "auto"  # float32 on a CPU, the checkpoint's on a GPU
+    FLOAT32 = "float32"
+    BFLOAT16 = "bfloat16"
+    FLOAT16 = "float16"
+
+
 class ConfigError(ValueError):
     """The worker cannot start as it was told to; the message says why, in one line."""
 
@@ -27,8 +41,8 @@ class WorkerConfig:
     listen: str  # unix:/path or host:port
     model: Path
     load_format: LoadFormat
-    dtype: str  # auto, or a torch type
-    device: str  # auto, cpu or cuda
+    dtype: Dtype
+    device: Device
     kv_pages: int | None
     kv_memory_bytes: int | None
     page_size: int
@@ -104,14 +118,16 @@ def _add_model(group: argparse._ArgumentGroup) -> None:
     )
     group.add_argument(
         "--dtype",
-        choices=["auto", "float32", "bfloat16", "float16"],
-        default="auto",
+        type=Dtype,
+        choices=list(Dtype),
+        default=Dtype.AUTO,
         help="auto: float32 on a CPU, the checkpoint's on a GPU (default: %(default)s)",
     )
     group.add_argument(
         "--device",
-        choices=["auto", "cpu", "cuda"],
-        default="auto",
+        type=Device,
+        choices=list(Device),
+        default=Device.AUTO,
         help="auto: a GPU if there is one (default: %(default)s)",
     )
 

@@ -1,6 +1,6 @@
 """The paged KV cache: one K and one V tensor of pages a layer."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -28,6 +28,9 @@ class KvShape:
             raise ValueError(
                 f"{self.pages} pages of {self.page_size} tokens are above {MAX_SLOTS} tokens"
             )
+
+    def with_pages(self, pages: int) -> "KvShape":
+        return replace(self, pages=pages)
 
     @property
     def bytes_per_token(self) -> int:

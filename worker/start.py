@@ -1,19 +1,20 @@
-"""Makes a runner from the configuration: device, model, KV cache, costs and strategies."""
+"""Makes a worker's parts from its configuration: model, KV cache, costs, strategies, runner."""
 
 import logging
 import time
 from dataclasses import dataclass
+from typing import assert_never
 
 import torch
 
-from stemserve.kernels.cost_model import CostTable, CostTableError, load_cost_table
+from stemserve.kernels.cost_model import CostTable
 from stemserve.kernels.registry import strategies
 from stemserve.proto.v1 import worker_pb2
-from stemserve.worker.config import ConfigError, WorkerConfig
+from stemserve.worker.config import ConfigError, Device, Dtype, WorkerConfig
 from stemserve.worker.costs import device_costs
 from stemserve.worker.dispatch import Dispatcher
-from stemserve.worker.kv_pool import MAX_SLOTS, KvPool, KvShape
-from stemserve.worker.memory import free_bytes
+from stemserve.worker.kv_pool import KvPool, KvShape
+from stemserve.worker.memory import kv_pages
 from stemserve.worker.models.loader import load_model
 from stemserve.worker.models.transformer import Transformer
 from stemserve.worker.models.weights import Progress
@@ -24,8 +25,162 @@ from stemserve.worker.step_checks import StepLimits
 
 log = logging.getLogger(__name__)
 
-GPU_KV_SHARE = 0.85  # of what the weights leave
-CPU_KV_SHARE = 0.25
-CPU_KV_BYTES = 4 << 30  # at most, where nobody asks for more
 STEPS_IN_FLIGHT = 2
-MIB = 1 << 20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Parts:
+    """What serves the RPCs."""
+
+    runner: ModelRunner
+    facts: worker_pb2.DescribeResponse
+
+
+def make_parts(config: WorkerConfig, progress: Progress) -> Parts:
+    """Raises ConfigError or ModelError."""
+    device = pick_device(config.device)
+    if config.threads is not None:
+        torch.set_num_threads(config.threads)
+    model = load_model(
+        config.model,
+        load_format=config.load_format,
+        dtype=_dtype(config.dtype, device),
+        device=device,
+        progress=progress,
+    )
+    heads = model.config.heads
+    costs = device_costs(config.cost_table, heads, model.dtype, device)
+    available = strategies(heads, device=device, costs=costs)
+    pool = _make_pool(config, model)
+    limits = _limits(config, model, pool.shape)
+    sampler = Sampler(limits.sampler_slots, device)
+    runner = ModelRunner(
+        model,
+        pool,
+        Dispatcher(available, costs, forced=config.kernel),
+        sampler,
+        Scorer(model, sampler, vocab_size=limits.vocab_size, device=device),
+        limits,
+    )
+    warm_up(runner, limits)
+    return Parts(runner=runner, facts=_facts(config, model, pool.shape, costs))
+
+
+def pick_device(choice: Device) -> torch.device:
+    has_gpu = torch.cuda.is_available()
+    match choice:
+        case Device.AUTO:
+            return torch.device("cuda" if has_gpu else "cpu")
+        case Device.CPU:
+            return torch.device("cpu")
+        case Device.CUDA:
+            if not has_gpu:
+                raise ConfigError("--device cuda: torch finds no GPU")
+            return torch.device("cuda")
+        case _:
+            assert_never(choice)
+
+
+def warm_up(runner: ModelRunner, limits: StepLimits) -> None:
+    """One small step: first calls allocate, pick algorithms and compile."""
+    started = time.perf_counter()
+    rows = min(limits.page_size, limits.context_tokens, limits.max_step_tokens)
+    numbers = torch.arange(rows, dtype=torch.int32).numpy()
+
+    def packed(*values: int) -> bytes:
+        return torch.tensor(values, dtype=torch.int32).numpy().tobytes()
+
+    last = packed(rows - 1)
+    plan = worker_pb2.StepPlan(
+        token_ids=(numbers % limits.vocab_size).tobytes(),
+        positions=numbers.tobytes(),
+        kv_slots=numbers.tobytes(),
+        segment_indptr=packed(0, rows),
+        segment_kind=packed(worker_pb2.SEGMENT_KIND_PREFILL),
+        segment_node=packed(0),
+        segment_kernel=packed(0),
+        node_parent=packed(-1),
+        node_page_indptr=packed(0, 1),
+        node_pages=packed(0),
+        node_tokens=packed(rows),
+        gather_rows=last if limits.has_lm_head else b"",
+        gather_indptr=packed(0, 1) if limits.has_lm_head else b"",
+        gather_ids=packed(0) if limits.has_lm_head else b"",
+        classify_rows=last if limits.classes else b"",
+    )
+    runner.step(plan)
+    log.info("warm-up step took %.2f s", time.perf_counter() - started)
+
+
+def _dtype(choice: Dtype, device: torch.device) -> torch.dtype | None:
+    match choice:
+        case Dtype.AUTO:
+            return torch.float32 if device.type == "cpu" else None
+        case Dtype.FLOAT32:
+            return torch.float32
+        case Dtype.BFLOAT16:
+            return torch.bfloat16
+        case Dtype.FLOAT16:
+            return torch.float16
+        case _:
+            assert_never(choice)
+
+
+def _make_pool(config: WorkerConfig, model: Transformer) -> KvPool:
+    one_page = KvShape(
+        layers=model.config.num_layers,
+        pages=1,
+        page_size=config.page_size,
+        kv_heads=model.config.kv_heads,
+        head_dim=model.config.head_dim,
+        dtype=model.dtype,
+    )
+    shape = one_page.with_pages(
+        kv_pages(config.kv_pages, config.kv_memory_bytes, one_page.total_bytes, model.device)
+    )
+    log.info(
+        "KV cache: %d pages of %d tokens, %.0f MiB",
+        shape.pages,
+        shape.page_size,
+        shape.total_bytes / 2**20,
+    )
+    return KvPool(shape, model.device)
+
+
+def _limits(config: WorkerConfig, model: Transformer, kv: KvShape) -> StepLimits:
+    return StepLimits(
+        vocab_size=model.config.vocab_size,
+        context_tokens=model.config.context_tokens,
+        page_size=kv.page_size,
+        kv_pages=kv.pages,
+        sampler_slots=config.sampler_slots,
+        max_step_tokens=config.max_step_tokens,
+        has_lm_head=model.config.has_lm_head,
+        classes=len(model.config.class_labels),
+    )
+
+
+def _facts(
+    config: WorkerConfig, model: Transformer, kv: KvShape, costs: CostTable
+) -> worker_pb2.DescribeResponse:
+    described = model.config
+    return worker_pb2.DescribeResponse(
+        model=config.model.stem if config.model.is_file() else config.model.name,
+        architecture=described.architecture,
+        dtype=str(model.dtype).removeprefix("torch."),
+        device=model.device.type,
+        vocab_size=described.vocab_size,
+        context_tokens=described.context_tokens,
+        layers=described.num_layers,
+        query_heads=described.query_heads,
+        kv_heads=described.kv_heads,
+        head_dim=described.head_dim,
+        page_size=kv.page_size,
+        kv_pages=kv.pages,
+        sampler_slots=config.sampler_slots,
+        steps_in_flight=STEPS_IN_FLIGHT,
+        has_lm_head=described.has_lm_head,
+        class_labels=described.class_labels,
+        kv_bytes_per_token=kv.bytes_per_token,
+        cost_table_json=costs.to_json(),
+    )

@@ -1,0 +1,107 @@
+"""A small random model, made by transformers, and runners of it."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from stemserve.kernels.cost_model import CostTable
+from stemserve.kernels.registry import strategies
+from stemserve.kernels.strategy import Kernel
+from stemserve.worker.dispatch import Dispatcher
+from stemserve.worker.kv_pool import KvPool, KvShape
+from stemserve.worker.models.loader import load_model
+from stemserve.worker.runner import ModelRunner
+from stemserve.worker.sampler import Sampler
+from stemserve.worker.scorer import Scorer
+from stemserve.worker.step_checks import StepLimits
+
+VOCAB = 83
+CPU = torch.device("cpu")
+
+# Bytes matter, launches hardly.
+COSTS = CostTable(
+    format_version=1,
+    device="cpu",
+    dtype="float32",
+    query_heads=4,
+    kv_heads=2,
+    head_dim=8,
+    libraries={},
+    launch_seconds=1e-7,
+    rows=(1, 1024),
+    kv_tokens=(1, 1024),
+    seconds=((1e-6, 1e-3), (1e-6, 1e-3)),
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TinyRunner:
+    runner: ModelRunner
+    pool: KvPool
+
+
+def save_tiny_model(folder: Path, seed: int) -> LlamaForCausalLM:
+    torch.manual_seed(seed)
+    config = LlamaConfig(
+        vocab_size=VOCAB,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=256,
+        initializer_range=0.4,  # large: attention that matters
+    )
+    model = LlamaForCausalLM(config).eval()
+    model.save_pretrained(folder)
+    return model
+
+
+def make_runner(
+    folder: Path, *, forced: Kernel | None = None, page_size: int = 4, costs: CostTable = COSTS
+) -> TinyRunner:
+    model = load_model(folder, dtype=torch.float32)
+    config = model.config
+    pool = KvPool(
+        KvShape(
+            layers=config.num_layers,
+            pages=128,
+            page_size=page_size,
+            kv_heads=config.kv_heads,
+            head_dim=config.head_dim,
+            dtype=torch.float32,
+        ),
+        CPU,
+    )
+    limits = StepLimits(
+        vocab_size=VOCAB,
+        context_tokens=256,
+        page_size=page_size,
+        kv_pages=128,
+        sampler_slots=8,
+        max_step_tokens=256,
+        has_lm_head=True,
+        classes=0,
+    )
+    sampler = Sampler(8, CPU)
+    available = strategies(config.heads, device=CPU, costs=costs)
+    runner = ModelRunner(
+        model,
+        pool,
+        Dispatcher(available, costs, forced=forced),
+        sampler,
+        Scorer(model, sampler, vocab_size=VOCAB, device=CPU),
+        limits,
+    )
+    return TinyRunner(runner=runner, pool=pool)
+
+
+def oracle_logprobs(model: LlamaForCausalLM, tokens: Sequence[int]) -> Tensor:  # [tokens, vocab]
+    """One sequence by itself through transformers."""
+    with torch.no_grad():
+        logits: Tensor = model(torch.tensor([list(tokens)])).logits[0]
+    return logits.log_softmax(-1)

@@ -1,0 +1,119 @@
+"""The worker process: load, serve, end."""
+
+import logging
+import os
+import sys
+import time
+from collections.abc import Generator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+
+import grpc
+
+from stemserve.proto.v1 import worker_pb2_grpc
+from stemserve.worker.config import ConfigError, WorkerConfig, parse_config
+from stemserve.worker.lifetime import Lifetime, Stopped
+from stemserve.worker.models.errors import ModelError
+from stemserve.worker.models.weights import Progress
+from stemserve.worker.servicer import WorkerServicer
+from stemserve.worker.start import Parts, make_parts
+from stemserve.worker.step_thread import StepThread
+
+log = logging.getLogger("stemserve.worker")
+
+EXIT_CANNOT_START = 2
+RPC_THREADS = 8  # one is held by the Run stream
+STOP_GRACE_S = 5.0
+PROGRESS_EVERY_S = 2.0
+MAX_MESSAGE_BYTES = 256 << 20
+OPTIONS = (
+    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.so_reuseport", 0),  # a port in use is an error, not a second server on it
+)
+
+
+def main(arguments: Sequence[str]) -> int:
+    logging.basicConfig(
+        level=logging.INFO,
+        stream=sys.stderr,
+        format="%(asctime)s %(levelname)s %(name)s: %(message)s",
+    )
+    try:
+        config = parse_config(arguments)
+        with Lifetime.watched(config.parent_fd) as lifetime:
+            return _run(config, lifetime)
+    except Stopped:
+        log.info("told to end before serving")
+        return 0
+    except (ConfigError, ModelError, MemoryError, OSError) as error:
+        # The message in one line: the service shows the last line of its worker.
+        text = " ".join(str(error).split()) or type(error).__name__
+        print(f"stemserve.worker: error: {text}", file=sys.stderr)
+        return EXIT_CANNOT_START
+
+
+def _run(config: WorkerConfig, lifetime: Lifetime) -> int:
+    started = time.perf_counter()
+    log.info("loading %s", config.model)
+    parts = make_parts(config, _progress(lifetime))
+    facts = parts.facts
+    log.info(
+        "%s (%s, %s on %s) is ready after %.1f s",
+        facts.model,
+        facts.architecture,
+        facts.dtype,
+        facts.device,
+        time.perf_counter() - started,
+    )
+    lifetime.check()
+    with _serving(parts, config, lifetime):
+        log.info("serving on %s", config.listen)
+        code = lifetime.wait()
+        log.info("ending")
+    return code
+
+
+def _progress(lifetime: Lifetime) -> Progress:
+    """Logs from time to time, and stops the loading when the worker is told to end."""
+    last = time.perf_counter()
+
+    def progress(done: int, total: int) -> None:
+        nonlocal last
+        lifetime.check()
+        now = time.perf_counter()
+        if now - last >= PROGRESS_EVERY_S or done == total:
+            last = now
+            log.info("loaded %d of %d million weights", done // 10**6, total // 10**6)
+
+    return progress
+
+
+@contextmanager
+def _serving(parts: Parts, config: WorkerConfig, lifetime: Lifetime) -> Generator[None]:
+    with (
+        ThreadPoolExecutor(RPC_THREADS, "rpc") as threads,
+        StepThread(parts.runner, lifetime.lose_device) as steps,
+    ):
+        server = grpc.server(threads, options=OPTIONS)
+        servicer = WorkerServicer(parts.facts, parts.runner, steps)
+        worker_pb2_grpc.add_WorkerServicer_to_server(servicer, server)
+        _bind(server, config)
+        server.start()
+        try:
+            yield
+        finally:
+            stopped = server.stop(STOP_GRACE_S)
+            servicer.stop()
+            stopped.wait()
+            servicer.join()
+
+
+def _bind(server: grpc.Server, config: WorkerConfig) -> None:
+    before = os.umask(0o177)  # the socket of a Unix address gets mode 0600
+    try:
+        server.add_insecure_port(config.listen)
+    except RuntimeError as error:
+        raise ConfigError(f"--listen {config.listen}: cannot bind ({error})") from error
+    finally:
+        os.umask(before)

@@ -1,0 +1,240 @@
+"""The choice of a strategy: cheapest, forced, fallback, only."""
+
+import logging
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+import torch
+from tests.worker.plans import PlanBuilder
+from tests.worker.tiny_model import CPU
+from torch import Tensor
+
+from stemserve.kernels.attention_state import AttentionState, LayerKV
+from stemserve.kernels.cost_model import CostTable
+from stemserve.kernels.layout import AttentionLayout, HeadShape, int32
+from stemserve.kernels.registry import strategies
+from stemserve.kernels.strategy import Kernel, Phase, Strategy, Work
+from stemserve.worker.dispatch import KERNEL_CODES, Choice, Dispatcher, NoStrategy, Reason
+from stemserve.worker.step import Step, decode_step
+from stemserve.worker.step_checks import StepLimits
+
+LIMITS = StepLimits(
+    vocab_size=50,
+    context_tokens=100_000,
+    page_size=4,
+    kv_pages=100_000,
+    sampler_slots=4,
+    max_step_tokens=10_000,
+    has_lm_head=True,
+    classes=0,
+)
+SHAPE = HeadShape(query_heads=4, kv_heads=2, head_dim=8, scale=0.5)
+
+
+@dataclass(kw_only=True)
+class Toy:
+    """A strategy with a price list of its own; it counts how often it is asked."""
+
+    kernel: Kernel
+    phase: Phase
+    seconds_a_token: float
+    refuses_more_segments_than: int = 10**9
+    asked: int = 0
+
+    def refusal(self, layout: AttentionLayout) -> str | None:
+        if layout.num_segments > self.refuses_more_segments_than:
+            return f"more than {self.refuses_more_segments_than} segments"
+        return None
+
+    def work(self, layout: AttentionLayout) -> Work:
+        self.asked += 1
+        tokens = int(layout.chain_tokens.sum() * self.seconds_a_token)
+        return Work(rows=int32([1]), kv_tokens=int32([tokens]), launches=1)
+
+    def plan(self, layout: AttentionLayout) -> Work:
+        return self.work(layout)
+
+    def run(self, plan: Work, q: Tensor, kv: LayerKV) -> AttentionState:
+        raise RuntimeError("toys only have a price")
+
+
+class TokenCosts:
+    def work_seconds(self, work: Work) -> float:
+        return float(work.kv_tokens_read)
+
+
+def toys(*some: Toy) -> dict[tuple[Phase, Kernel], Strategy]:
+    return {(toy.phase, toy.kernel): toy for toy in some}
+
+
+def two_trees(kernel: int = 0) -> Step:
+    plan = PlanBuilder()
+    plan.prefill(plan.node(8, [0, 1]), [1, 2], kernel=kernel)
+    plan.prefill(plan.node(12, [2, 3, 4]), [1, 2], kernel=kernel)
+    return decode_step(plan.build(), LIMITS)
+
+
+def naive_and_split(refuses_more_segments_than: int = 10**9) -> tuple[Toy, Toy]:
+    split = Toy(
+        kernel=Kernel.SPLIT,
+        phase=Phase.PREFILL,
+        seconds_a_token=1,
+        refuses_more_segments_than=refuses_more_segments_than,
+    )
+    return Toy(kernel=Kernel.NAIVE, phase=Phase.PREFILL, seconds_a_token=2), split
+
+
+def summary(choices: list[Choice]) -> list[tuple[Kernel, Reason, int]]:
+    return [(c.strategy.kernel, c.reason, c.group.layout.num_segments) for c in choices]
+
+
+def test_the_cheapest_is_chosen_and_equal_choices_are_one_group() -> None:
+    dispatcher = Dispatcher(toys(*naive_and_split()), TokenCosts(), forced=None)
+    assert summary(dispatcher.choose(two_trees())) == [(Kernel.SPLIT, Reason.COST_MODEL, 2)]
+
+
+def test_the_only_strategy_that_takes_a_layout_is_named_so() -> None:
+    naive, split = naive_and_split(refuses_more_segments_than=0)
+    dispatcher = Dispatcher(toys(naive, split), TokenCosts(), forced=None)
+    assert summary(dispatcher.choose(two_trees())) == [(Kernel.NAIVE, Reason.ONLY, 2)]
+
+
+def test_trees_stay_apart_where_a_strategy_takes_one_at_a_time() -> None:
+    naive, split = naive_and_split(refuses_more_segments_than=1)
+    dispatcher = Dispatcher(toys(naive, split), TokenCosts(), forced=None)
+    choices = dispatcher.choose(two_trees())
+    assert summary(choices) == [(Kernel.SPLIT, Reason.COST_MODEL, 1)] * 2
+    assert [choice.group.rows for choice in choices] == [slice(0, 2), slice(2, 4)]
+
+
+def test_no_strategy_at_all_is_an_error_that_names_the_refusals() -> None:
+    _, split = naive_and_split(refuses_more_segments_than=0)
+    dispatcher = Dispatcher(toys(split), TokenCosts(), forced=None)
+    with pytest.raises(NoStrategy, match="split: more than 0 segments"):
+        dispatcher.choose(two_trees())
+
+
+@pytest.mark.parametrize("by_request", [True, False])
+def test_a_forced_kernel_runs_though_it_costs_more(by_request: bool) -> None:
+    forced = None if by_request else Kernel.NAIVE
+    dispatcher = Dispatcher(toys(*naive_and_split()), TokenCosts(), forced=forced)
+    step = two_trees(KERNEL_CODES[Kernel.NAIVE] if by_request else 0)
+    assert summary(dispatcher.choose(step)) == [(Kernel.NAIVE, Reason.FORCED, 2)]
+
+
+def test_a_request_overrides_the_kernel_that_the_worker_forces() -> None:
+    dispatcher = Dispatcher(toys(*naive_and_split()), TokenCosts(), forced=Kernel.NAIVE)
+    step = two_trees(KERNEL_CODES[Kernel.SPLIT])
+    assert summary(dispatcher.choose(step)) == [(Kernel.SPLIT, Reason.FORCED, 2)]
+
+
+def test_a_forced_kernel_that_refuses_falls_back_counted_and_logged_once(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    naive, split = naive_and_split(refuses_more_segments_than=0)
+    dispatcher = Dispatcher(toys(naive, split), TokenCosts(), forced=Kernel.SPLIT)
+    with caplog.at_level(logging.WARNING):
+        for _ in range(3):
+            choices = dispatcher.choose(two_trees())
+    assert summary(choices) == [(Kernel.NAIVE, Reason.FALLBACK, 2)]
+    assert dispatcher.fallbacks == 6  # trees
+    assert [record.message for record in caplog.records] == [
+        "forced kernel split cannot run (more than 0 segments); the cost model chooses"
+    ]
+
+
+def test_a_forced_kernel_of_the_other_phase_leaves_the_choice_to_the_cost_model() -> None:
+    dispatcher = Dispatcher(toys(*naive_and_split()), TokenCosts(), forced=Kernel.CODEC)
+    assert summary(dispatcher.choose(two_trees())) == [(Kernel.SPLIT, Reason.COST_MODEL, 2)]
+    assert dispatcher.fallbacks == 0
+
+
+def test_decode_rows_and_prompts_are_chosen_for_apart() -> None:
+    paged = Toy(kernel=Kernel.PAGED, phase=Phase.DECODE, seconds_a_token=1)
+    dispatcher = Dispatcher(toys(*naive_and_split(), paged), TokenCosts(), forced=None)
+    plan = PlanBuilder()
+    node = plan.node(8, [0, 1])
+    plan.item(node, [1])
+    plan.decode(node, 1)
+    found = summary(dispatcher.choose(decode_step(plan.build(), LIMITS)))
+    assert sorted(found) == [
+        (Kernel.PAGED, Reason.ONLY, 1),
+        (Kernel.SPLIT, Reason.COST_MODEL, 1),
+    ]
+
+
+def test_a_shape_is_weighed_once() -> None:
+    naive, split = naive_and_split()
+    dispatcher = Dispatcher(toys(naive, split), TokenCosts(), forced=None)
+    for _ in range(5):
+        dispatcher.choose(two_trees())
+    assert naive.asked == 2  # two shapes
+
+
+def test_a_decode_group_is_weighed_anew_when_it_needs_a_page() -> None:
+    paged = Toy(kernel=Kernel.PAGED, phase=Phase.DECODE, seconds_a_token=1)
+    dispatcher = Dispatcher(toys(paged), TokenCosts(), forced=None)
+    for tokens in range(1, 13):
+        plan = PlanBuilder()
+        pages = -(-tokens // 4)
+        plan.decode(plan.node(tokens, range(pages)), 1)
+        plan.decode(plan.node(tokens, range(10, 10 + pages)), 1)
+        dispatcher.choose(decode_step(plan.build(), LIMITS))
+    assert paged.asked == 3
+
+
+@pytest.fixture(scope="module")
+def real() -> Dispatcher:
+    """All strategies, and a device on which a call costs as much as a few thousand bytes."""
+    rows, tokens = (1, 16, 1024), (1, 64, 4096)
+    seconds = tuple(tuple(2e-5 + 1e-8 * t * max(1.0, r / 64) for t in tokens) for r in rows)
+    costs = CostTable(
+        format_version=1,
+        device="toy",
+        dtype="float32",
+        query_heads=SHAPE.query_heads,
+        kv_heads=SHAPE.kv_heads,
+        head_dim=SHAPE.head_dim,
+        libraries={},
+        launch_seconds=5e-5,
+        rows=rows,
+        kv_tokens=tokens,
+        seconds=seconds,
+    )
+    available = strategies(SHAPE, device=CPU, costs=costs)
+    return Dispatcher(available, costs, forced=None)
+
+
+def decode_forest(prefix_pages: int, sequences: int) -> Step:
+    plan = PlanBuilder()
+    root = plan.node(4 * prefix_pages, range(prefix_pages)) if prefix_pages else -1
+    for i in range(sequences):
+        plan.decode(plan.node(3, [prefix_pages + i], root), 1)
+    return decode_step(plan.build(), LIMITS)
+
+
+def test_the_shape_of_the_forest_changes_the_choice(real: Dispatcher) -> None:
+    (shared,) = real.choose(decode_forest(prefix_pages=2000, sequences=16))
+    (apart,) = real.choose(decode_forest(prefix_pages=0, sequences=16))
+    assert shared.strategy.kernel in (Kernel.CASCADE, Kernel.CODEC)
+    assert apart.strategy.kernel is Kernel.PAGED
+
+
+def test_the_prediction_of_the_choice_is_the_least(real: Dispatcher) -> None:
+    (choice,) = real.choose(decode_forest(prefix_pages=2000, sequences=16))
+    predictions = real.predict(choice.group)
+    assert predictions[0].kernel is choice.strategy.kernel
+    assert [p.seconds for p in predictions] == sorted(p.seconds for p in predictions)
+    by_kernel = {p.kernel: p for p in predictions}
+    assert by_kernel[Kernel.PAGED].kv_tokens_read == 16 * 8003
+    assert by_kernel[Kernel.CASCADE].kv_tokens_read == 8000 + 16 * 3
+
+
+def test_the_plan_does_the_work_that_was_priced(real: Dispatcher) -> None:
+    torch.set_num_threads(1)
+    (choice,) = real.choose(decode_forest(prefix_pages=20, sequences=3))
+    work = choice.strategy.work(choice.group.layout)
+    planned = choice.strategy.plan(choice.group.layout).work
+    assert planned.launches == work.launches
+    assert np.array_equal(planned.kv_tokens, work.kv_tokens)

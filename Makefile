@@ -8,7 +8,7 @@ STAMP := $(VENV)/.installed
 PROTO_VENV := .venv-proto
 PROTOS := $(sort $(wildcard proto/v1/*.proto))
 
-.PHONY: install test check proto proto-check wheel clean
+.PHONY: install model demo test check proto proto-check wheel clean
 
 install: $(STAMP)
 
@@ -21,7 +21,17 @@ $(STAMP): pyproject.toml
 	$(BIN)/python -m pip install --quiet --editable . --group dev
 	touch $@
 
-test: $(STAMP)
+MODEL := .cache/models/SmolLM2-135M-Instruct.Q4_1.gguf
+
+model: $(MODEL)
+
+$(MODEL): | $(STAMP)
+	$(BIN)/python -m stemserve.service.default_model --output-dir $(@D)
+
+demo: $(STAMP) $(MODEL)
+	$(BIN)/python examples/demo.py --model $(MODEL)
+
+test: $(STAMP) $(MODEL)
 	$(BIN)/pytest -m "not gpu"
 
 check: $(STAMP) proto-check

@@ -1,0 +1,223 @@
+"""Start a real server on the default model and show what sharing a prefix does for ranking and sampling.
+
+Run it with `make demo`.
+"""
+
+import argparse
+import asyncio
+import json
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
+from server_process import running_server
+
+from stemserve.proto.v1 import inference_pb2, prefixes_pb2
+from stemserve.service.client import Client
+from stemserve.service.client_results import Scores, Usage
+
+TEXTS = json.loads((Path(__file__).parent / "documents.json").read_text())
+TOLERANCE = 1e-3  # of a sum over a query's tokens
+
+console = Console(width=100, highlight=False)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ranking:
+    query: str
+    scores: np.ndarray  # [documents] log P(query | document)
+    usage: Usage
+    milliseconds: float
+
+
+def passage(document: dict[str, str]) -> str:
+    return f"Passage: {document['text']}\nA question that this passage answers:"
+
+
+def usage_cells(usage: Usage, milliseconds: float) -> list[str]:
+    saved_mb = usage.kv_avoided_bytes / 1e6
+    counts = (usage.cached_tokens, usage.shared_tokens, usage.computed_tokens)
+    return [*(f"{count:,}" for count in counts), f"{milliseconds:,.0f}", f"{saved_mb:,.0f}"]
+
+
+USAGE_COLUMNS = ("cached", "shared", "computed", "ms", "KV MB saved")
+
+
+def table(title: str, columns: Sequence[str]) -> Table:
+    made = Table(title=title, title_justify="left", title_style="bold")
+    for column in columns:
+        made.add_column(column, justify="left" if column in ("query", "topic", "text") else "right")
+    return made
+
+
+async def timed(call: Any) -> tuple[Any, float]:
+    start = time.perf_counter()
+    answer = await call
+    return answer, (time.perf_counter() - start) * 1e3
+
+
+async def rank_documents(client: Client) -> list[Ranking]:
+    """One Score call a query over all registered documents."""
+    documents = TEXTS["documents"]
+    prefix_ids: list[str] = []
+    for document in track(documents, "registering documents", console=console, transient=True):
+        request = prefixes_pb2.RegisterRequest(text=passage(document))
+        prefix_ids.append((await client.register(request)).prefix_id)
+    rankings: list[Ranking] = []
+    for query in track(TEXTS["queries"], "ranking documents", console=console, transient=True):
+        scores, milliseconds = await timed(client.rank(f" {query}", prefix_ids))
+        rankings.append(
+            Ranking(
+                query=query, scores=scores.scores, usage=scores.usage, milliseconds=milliseconds
+            )
+        )
+    shown = table(
+        f"{len(documents)} documents ranked by log P(query | document), one call a query",
+        ("query", "first", "second", "third", *USAGE_COLUMNS),
+    )
+    for ranking in rankings:
+        best = np.argsort(-ranking.scores)[:3]
+        names = [f"{documents[i]['title']} {ranking.scores[i]:.1f}" for i in best]
+        shown.add_row(ranking.query, *names, *usage_cells(ranking.usage, ranking.milliseconds))
+    console.print(shown)
+    console.print(
+        "The first call computes the documents; the later ones find them in the cache and compute "
+        "only the query,\nplus one row a document to predict the query's first token.\n"
+    )
+    return rankings
+
+
+async def check_one_by_one(client: Client, rankings: Sequence[Ranking]) -> float:
+    """Largest difference to scoring each pair as one sequence of its own, with no prefix at all."""
+    worst = 0.0
+    documents = TEXTS["documents"]
+    ranking = rankings[0]
+    for index in track(
+        range(len(documents)), "scoring pairs one by one", console=console, transient=True
+    ):
+        query = await client.score(
+            [f" {ranking.query}"],
+            inference_pb2.LogLikelihood(token_logprobs=True),
+            query=passage(documents[index]),
+            options=inference_pb2.ScoreRequest(kernel=inference_pb2.KERNEL_NAIVE),
+        )
+        tokens = len(query.token_logprobs[0])
+        whole = await client.score(
+            [passage(documents[index]) + f" {ranking.query}"],
+            inference_pb2.LogLikelihood(token_logprobs=True),
+            contexts=[inference_pb2.Context()],
+            options=inference_pb2.ScoreRequest(kernel=inference_pb2.KERNEL_NAIVE),
+        )
+        alone = float(whole.token_logprobs[0][-tokens:].sum())
+        worst = max(worst, abs(alone - float(ranking.scores[index])))
+    return worst
+
+
+async def rank_topics(client: Client) -> None:
+    """One document, many candidate topics: one prefix, many items."""
+    document, topics = TEXTS["documents"][1], TEXTS["topics"]
+    scores: Scores
+    scores, milliseconds = await timed(
+        client.score(
+            [f" {topic}" for topic in topics],
+            inference_pb2.LogLikelihood(length_normalized=True),
+            query=f"Passage: {document['text']}\nThe topic of this passage is:",
+        )
+    )
+    shown = table(
+        f"{len(topics)} topics for the passage on {document['title']}, log-likelihood a token",
+        ("topic", "score", *USAGE_COLUMNS),
+    )
+    for row in np.argsort(-scores.scores)[:5]:
+        cells = usage_cells(scores.usage, milliseconds) if not shown.row_count else [""] * 5
+        shown.add_row(topics[row], f"{scores.scores[row]:.2f}", *cells)
+    console.print(shown)
+    console.print()
+
+
+async def label_review(client: Client) -> None:
+    labels = TEXTS["labels"]
+    scores, milliseconds = await timed(
+        client.score(
+            [TEXTS["review"]],
+            inference_pb2.LabelProbabilities(labels=labels),
+            contexts=[inference_pb2.Context()],
+        )
+    )
+    console.print("[bold]Label probabilities of a hotel review[/bold]")
+    for label, probability in zip(labels, scores.scores[0], strict=True):
+        console.print(f"  P({label!r}) = {probability:.4f}")
+    console.print(
+        f"  label_mass = {scores.label_mass[0]:.4f}: how much of all probability the labels cover "
+        f"({milliseconds:.0f} ms)\n"
+    )
+
+
+async def sample_stories(client: Client) -> None:
+    """Four samples over one prompt, streamed; one message a step brings the tokens of all."""
+    request = inference_pb2.GenerateRequest(
+        prompt=inference_pb2.Context(text=TEXTS["story"]),
+        n=4,
+        max_new_tokens=32,
+        sampling=inference_pb2.SamplingParams(temperature=0.7, top_p=0.95, seed=7),
+    )
+    texts = [""] * 4
+    messages = 0
+    start = time.perf_counter()
+    usage: Usage | None = None
+    async for step in client.generate(request):
+        messages += 1
+        for news in step.news:
+            texts[news.sample] += news.text
+        usage = step.usage or usage
+    seconds = time.perf_counter() - start
+    if usage is None:
+        raise RuntimeError("the stream ended without its usage")
+    console.print("[bold]Four samples over one prompt[/bold]")
+    for text in texts:
+        console.print(f"  - {' '.join(text.split())}", markup=False)
+    console.print(
+        f"  {usage.output_tokens} tokens in {messages} messages, "
+        f"{usage.output_tokens / seconds:.0f} tokens/s; KV read {usage.kv_read_bytes / 1e6:,.0f} MB, "
+        f"saved {usage.kv_avoided_bytes / 1e6:,.0f} MB\n"
+    )
+
+
+async def show(target: str) -> bool:
+    async with Client(target) as client:
+        model = await client.model()
+        console.print(
+            f"stemserve {model.version}: {model.model}, {model.dtype} on {model.device}\n", style="bold"
+        )
+        rankings = await rank_documents(client)
+        difference = await check_one_by_one(client, rankings)
+        agrees = difference <= TOLERANCE
+        console.print(
+            f"Largest difference to scoring each pair on its own: {difference:.1e} "
+            f"({'agrees' if agrees else f'DIFFERS by more than {TOLERANCE}'})\n"
+        )
+        await rank_topics(client)
+        await label_review(client)
+        await sample_stories(client)
+    return agrees
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--model", required=True, help="a .gguf file or a Hugging Face folder")
+    model = parser.parse_args().model
+    with running_server(model, console) as target:
+        agrees = asyncio.run(show(target))
+    console.print("The server has stopped.")
+    sys.exit(0 if agrees else 1)
+
+
+if __name__ == "__main__":
+    main()

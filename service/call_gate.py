@@ -7,6 +7,8 @@ from typing import Any
 
 import grpc
 
+from stemserve.service.errors import NotReady
+
 OUR_SERVICES = "/stemserve."
 LOADING = "the model is loading; retry in a moment"
 DRAINING = "the server is shutting down; retry on another one"
@@ -17,6 +19,8 @@ Context = grpc.aio.ServicerContext[Any, Any]
 
 class CallGate(grpc.aio.ServerInterceptor):
     """Closed at first. Counts the running calls of our services; health and reflection always pass.
+
+    Goes behind CallStatus, which turns the refusal into a status.
 
     A stream of many calls (ScoreStream) may stay open for days: a new one is refused, but an open
     one is not counted.
@@ -90,7 +94,7 @@ class CallGate(grpc.aio.ServerInterceptor):
 
 def _refusing(reason: str) -> Handler:
     async def refuse(requests: AsyncIterator[Any], context: Context) -> AsyncGenerator[Any]:
-        await context.abort(grpc.StatusCode.UNAVAILABLE, reason)
-        yield  # never: abort raises; this makes the function a stream
+        raise NotReady(reason)
+        yield  # makes the function a stream
 
     return grpc.stream_stream_rpc_method_handler(refuse)

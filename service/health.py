@@ -9,7 +9,7 @@
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 
 import grpc
 from grpc_health.v1.health_pb2 import HealthCheckRequest, HealthCheckResponse
@@ -23,8 +23,11 @@ Context = grpc.aio.ServicerContext[HealthCheckRequest, HealthCheckResponse]
 class Health:
     """Readiness and liveness of one server, for any number of ports. Not ready at first."""
 
-    def __init__(self, services: Sequence[str]) -> None:
+    def __init__(self, services: Sequence[str], *, note_serving: Callable[[bool], None]) -> None:
+        """`note_serving` hears whether the server is SERVING, at each change."""
+        self._note_serving = note_serving
         self._names = ("", *services, LIVENESS)
+        self._opened = False
         self._worker_ready = False
         self._alive = True
         self._draining = False
@@ -32,7 +35,12 @@ class Health:
 
     @property
     def serving(self) -> bool:
-        return self._worker_ready and self._alive and not self._draining
+        return self._opened and self._worker_ready and self._alive and not self._draining
+
+    def open(self) -> None:
+        """All services are there."""
+        self._opened = True
+        self._tell()
 
     def set_worker_ready(self, ready: bool) -> None:
         self._worker_ready = ready
@@ -91,5 +99,6 @@ class Health:
         return HealthCheckResponse(status=status)
 
     def _tell(self) -> None:
+        self._note_serving(self.serving)
         self._changed.set()
         self._changed = asyncio.Event()

@@ -8,7 +8,6 @@ from typing import Any
 import grpc
 
 from stemserve.service import reflection
-from stemserve.service.call_gate import CallGate
 from stemserve.service.config import ServerConfig
 from stemserve.service.health import SERVICE_NAME as HEALTH_SERVICE
 from stemserve.service.health import Health
@@ -23,6 +22,7 @@ class PortInUse(Exception):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BoundPorts:
+    host: str
     port: int
     health_port: int
 
@@ -36,14 +36,15 @@ class Servers:
         *,
         max_message_bytes: int,
         health: Health,
-        gate: CallGate,
+        interceptors: Sequence[grpc.aio.ServerInterceptor],
     ) -> None:
         options = _options(max_message_bytes)
-        self.rpc = grpc.aio.server(interceptors=[gate], options=options)
+        self.rpc = grpc.aio.server(interceptors=interceptors, options=options)
         self._health = grpc.aio.server(options=options)
         for server in (self.rpc, self._health):
             server.add_generic_rpc_handlers((health.handler(),))
         self.ports = BoundPorts(
+            host=config.host,
             port=_bind(self.rpc, config.host, config.port, "--port"),
             health_port=_bind(self._health, config.host, config.health_port, "--health-port"),
         )

@@ -16,7 +16,7 @@ from typing import assert_never
 
 from stemserve.proto.v1 import worker_pb2
 from stemserve.service.errors import DeadlinePassed, EngineFault, NotReady, RequestError
-from stemserve.service.request import Event, GenerateChunk, Job, JobFailed, WorkerFacts
+from stemserve.service.request import Event, GenerateChunk, Job, JobFailed, Load, WorkerFacts
 from stemserve.service.step_commands import (
     Ask,
     Attach,
@@ -56,7 +56,7 @@ class StepLoop:
         inbox: Inbox,
         *,
         make_batcher: Callable[[WorkerFacts], StepBatcher],
-        observe: Callable[[worker_pb2.StepResult], None],
+        observe: Callable[[worker_pb2.StepResult, Load], None],
         step_timeout_s: float,
     ) -> None:
         self._inbox = inbox
@@ -128,8 +128,8 @@ class StepLoop:
             case Result(generation=generation, result=result):
                 if self._attached is not None and self._attached.generation == generation:
                     self._attached.sent_at.popleft()
-                    self._observe(result)
                     self._add(self._attached.batcher.apply(result))
+                    self._observe(result, self._attached.batcher.load())
             case Lost(generation=generation, reason=reason):
                 if self._attached is not None and self._attached.generation == generation:
                     self._detach(NotReady(f"the worker was lost ({reason}); retry"), reason=reason)

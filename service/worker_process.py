@@ -67,6 +67,11 @@ class WorkerProcess:
             self._parent_fd = -1
         self._folder.cleanup()
 
+    def kill(self) -> None:
+        """End the process at once, without waiting."""
+        self._child.kill()
+        self._folder.cleanup()
+
     def __enter__(self) -> Self:
         return self
 

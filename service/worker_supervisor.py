@@ -31,6 +31,14 @@ class WorkerHost(Protocol):
 
     def stop(self, *, grace_s: float) -> None: ...
 
+    def kill(self) -> None: ...
+
+
+class WorkerMetrics(Protocol):
+    def worker_up(self, up: bool) -> None: ...
+
+    def worker_restarted(self, reason: str) -> None: ...
+
 
 class RemoteWorker:
     """A worker that somebody else starts and stops."""
@@ -42,6 +50,9 @@ class RemoteWorker:
         return None
 
     def stop(self, *, grace_s: float) -> None:
+        pass
+
+    def kill(self) -> None:
         pass
 
 
@@ -64,14 +75,14 @@ class WorkerSupervisor:
         inbox: Inbox,
         engine: ThreadedEngine,
         health: Health,
-        count_restart: Callable[[], None],
+        metrics: WorkerMetrics,
         policy: RestartPolicy,
     ) -> None:
         self._launch = launch
         self._inbox = inbox
         self._engine = engine
         self._health = health
-        self._count_restart = count_restart
+        self._metrics = metrics
         self._policy = policy
         self._loop = asyncio.get_running_loop()
         self._losses: asyncio.Queue[str] = asyncio.Queue()
@@ -109,6 +120,7 @@ class WorkerSupervisor:
         self._ready_at = time.monotonic()
         self._engine.admit(facts, partial(client.predict, timeout_s=PREDICT_TIMEOUT_S))
         self._health.set_worker_ready(True)
+        self._metrics.worker_up(True)
         _log.info("worker %s is ready: %s", client.address, facts)
         return facts
 
@@ -128,6 +140,11 @@ class WorkerSupervisor:
         self._stopping = True
         await self._release()
 
+    def kill(self) -> None:
+        """For a process that ends right now."""
+        if self._host is not None:
+            self._host.kill()
+
     async def _restart(self, losses: int) -> None:
         failed_starts = 0
         while True:
@@ -135,7 +152,7 @@ class WorkerSupervisor:
             await asyncio.sleep(
                 min(self._policy.first_delay_s * 2**exponent, self._policy.max_delay_s)
             )
-            self._count_restart()
+            self._metrics.worker_restarted("exit")
             try:
                 await self.start()
                 return
@@ -159,6 +176,7 @@ class WorkerSupervisor:
         if generation != self._generation or self._stopping:
             return
         self._health.set_worker_ready(False)
+        self._metrics.worker_up(False)
         self._engine.suspend(f"the worker was lost ({reason}) and is being restarted; retry")
         self._losses.put_nowait(reason)
 

@@ -156,7 +156,7 @@ class Rig:
         self.loop = StepLoop(
             self.inbox,
             make_batcher=self._make_batcher,
-            observe=lambda result: self.observed.append(result.step_id),
+            observe=lambda result, load: self.observed.append(result.step_id),
             step_timeout_s=step_timeout_s,
         )
         self.loop.start(deliver=self.news.put, worker_lost=self._note_loss)

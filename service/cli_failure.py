@@ -1,0 +1,32 @@
+"""End a command with one line that says what happened and what to do."""
+
+from typing import NoReturn
+
+import grpc
+import typer
+from rich.console import Console
+
+from stemserve.service.client_errors import ClientError
+
+ADVICE = {
+    grpc.StatusCode.UNAVAILABLE: "is a server running there? `stemserve serve` starts one",
+    grpc.StatusCode.DEADLINE_EXCEEDED: "allow more time with --timeout",
+    grpc.StatusCode.RESOURCE_EXHAUSTED: "retry later, or send less at once",
+    grpc.StatusCode.INTERNAL: "see the server's log",
+}
+
+
+def fail(message: str) -> NoReturn:
+    Console(stderr=True, soft_wrap=True, highlight=False).print(
+        f"stemserve: {message}", markup=False, style="red"
+    )
+    raise typer.Exit(1)
+
+
+def fail_call(error: ClientError, server: str) -> NoReturn:
+    advice = ADVICE.get(error.code)
+    if error.reason == "NOT_READY":
+        advice = None  # the message says it
+    if error.retry_after_s is not None:
+        advice = f"retry in {error.retry_after_s:g} s"
+    fail(f"{server}: {error}" + (f"; {advice}" if advice else ""))

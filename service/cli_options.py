@@ -1,0 +1,101 @@
+"""What the options of score, generate and explain mean as requests."""
+
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from stemserve.proto.v1 import inference_pb2
+from stemserve.service.config import KERNELS
+
+Query = Annotated[str, typer.Option(help="Text that all items continue.")]
+Contexts = Annotated[
+    list[str] | None,
+    typer.Option("--context", help="Text before the query; given often: several contexts."),
+]
+PrefixIds = Annotated[
+    list[str] | None,
+    typer.Option("--prefix-id", help="A registered prefix before the query; may be given often."),
+]
+ItemsFile = Annotated[
+    str | None,
+    typer.Option("--items", metavar="FILE", help="Items, one a line; - reads standard input."),
+]
+Items = Annotated[list[str] | None, typer.Option("--item", help="One item; may be given often.")]
+Labels = Annotated[
+    str | None,
+    typer.Option(help='Labels, split at commas, spaces kept, such as " yes, no".'),
+]
+Kernel = Annotated[
+    str | None, typer.Option(help=f"Force a strategy, for debugging: {', '.join(KERNELS)}.")
+]
+Prompt = Annotated[str, typer.Option(help="Text to continue; with --prefix-id it follows it.")]
+MaxNewTokens = Annotated[int, typer.Option(help="Tokens to generate at most.")]
+Samples = Annotated[int, typer.Option("--n", help="Samples over the one prompt.")]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sequences:
+    """The contexts and items of a Score call as they were typed."""
+
+    query: str
+    contexts: tuple[str, ...]
+    prefix_ids: tuple[str, ...]
+    items: tuple[str, ...]
+    item_first: bool = False
+
+    def request(self) -> inference_pb2.ScoreRequest:
+        """Every item with every context: all items of the first, then of the second, ..."""
+        if not self.items:
+            raise typer.BadParameter("give items with --items FILE or --item TEXT")
+        tail = "" if self.item_first else self.query
+        contexts = [
+            *(inference_pb2.Context(prefix_id=name, text=tail) for name in self.prefix_ids),
+            *(inference_pb2.Context(text=text + tail) for text in self.contexts),
+        ]
+        if not contexts:
+            return inference_pb2.ScoreRequest(
+                query=self.query, items=self.items, item_first=self.item_first
+            )
+        numbers = [number for number in range(len(contexts)) for _ in self.items]
+        return inference_pb2.ScoreRequest(
+            query=self.query if self.item_first else "",
+            contexts=contexts,
+            items=self.items * len(contexts),
+            item_context=numbers if len(contexts) > 1 else (),
+            item_first=self.item_first,
+        )
+
+
+def read_items(file: str | None, items: list[str] | None) -> tuple[str, ...]:
+    """Of the file first; its empty lines are skipped, spaces are kept."""
+    lines: list[str] = []
+    if file == "-":
+        lines = sys.stdin.read().splitlines()
+    elif file is not None:
+        try:
+            lines = Path(file).read_text("utf-8").splitlines()
+        except (OSError, UnicodeDecodeError) as error:
+            raise typer.BadParameter(f"cannot read --items {file}: {error}") from error
+    return (*(line for line in lines if line), *(items or ()))
+
+
+def kernel_value(name: str | None) -> inference_pb2.Kernel.ValueType:
+    if name is None:
+        return inference_pb2.KERNEL_UNSPECIFIED
+    if name not in KERNELS:
+        raise typer.BadParameter(f"kernel {name!r} is not one of {', '.join(KERNELS)}")
+    return inference_pb2.Kernel.Value(f"KERNEL_{name.upper()}")
+
+
+def kernel_name(kernel: inference_pb2.Kernel.ValueType) -> str:
+    return inference_pb2.Kernel.Name(kernel).removeprefix("KERNEL_").lower()
+
+
+def read_labels(text: str) -> list[str]:
+    labels = text.split(",")
+    if not all(labels):
+        raise typer.BadParameter(f"--labels {text!r} holds an empty label")
+    return labels

@@ -1,0 +1,241 @@
+"""The async client library: typed calls of a stemserve server."""
+
+import json
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Sequence
+from contextlib import aclosing
+from types import TracebackType
+from typing import Any, Self, TypeVar
+
+import grpc
+
+from stemserve.proto.v1 import (
+    inference_pb2,
+    inference_pb2_grpc,
+    info_pb2,
+    info_pb2_grpc,
+    prefixes_pb2,
+    prefixes_pb2_grpc,
+)
+from stemserve.service import client_decoding as decoding
+from stemserve.service.client_errors import ClientError, client_error, status_error
+from stemserve.service.client_results import GenerateStep, Prefix, Scores
+from stemserve.service.packed_tokens import pack
+from stemserve.service.request import Int32
+
+Mode = inference_pb2.LabelProbabilities | inference_pb2.LogLikelihood | inference_pb2.Classification
+Answer = TypeVar("Answer")
+
+MAX_MESSAGE_BYTES = 64 << 20
+RETRIES = {
+    "methodConfig": [
+        {
+            "name": [{"service": ""}],
+            "retryPolicy": {
+                "maxAttempts": 3,
+                "initialBackoff": "0.05s",
+                "maxBackoff": "1s",
+                "backoffMultiplier": 2,
+                "retryableStatusCodes": ["UNAVAILABLE"],
+            },
+        }
+    ]
+}
+OPTIONS: Sequence[tuple[str, Any]] = (
+    ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.keepalive_time_ms", 30_000),
+    ("grpc.keepalive_timeout_ms", 20_000),
+    ("grpc.service_config", json.dumps(RETRIES)),
+)
+
+
+class Client:
+    """Use as `async with Client("localhost:50051") as client`. Calls raise ClientError.
+
+    `options` are fields of the request that have no argument of their own.
+    """
+
+    def __init__(self, target: str, *, timeout_s: float | None = None) -> None:
+        """`timeout_s` is the deadline of each call."""
+        self._channel = grpc.aio.insecure_channel(target, options=OPTIONS)
+        self._timeout_s = timeout_s
+        self._inference: Any = inference_pb2_grpc.InferenceStub(self._channel)
+        self._prefixes: Any = prefixes_pb2_grpc.PrefixesStub(self._channel)
+        self._info: Any = info_pb2_grpc.InfoStub(self._channel)
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        await self.close()
+
+    async def close(self) -> None:
+        await self._channel.close()
+
+    async def score(
+        self,
+        items: Sequence[str],
+        mode: Mode,
+        *,
+        query: str = "",
+        contexts: Sequence[inference_pb2.Context] = (),
+        options: inference_pb2.ScoreRequest | None = None,
+    ) -> Scores:
+        """Score texts as continuations of the query, or of the contexts."""
+        request = inference_pb2.ScoreRequest(items=items, query=query, contexts=contexts)
+        return await self.score_request(_with_mode(request, mode, options))
+
+    async def score_tokens(
+        self,
+        items: Sequence[Int32],
+        mode: Mode,
+        *,
+        contexts: Sequence[inference_pb2.Context] = (),
+        options: inference_pb2.ScoreRequest | None = None,
+    ) -> Scores:
+        """Score token ids as continuations of the contexts."""
+        packed = inference_pb2.PackedTokens(
+            tokens=token_blob(pack(items).tokens), offsets=pack(items).indptr.tolist()
+        )
+        request = inference_pb2.ScoreRequest(item_tokens=packed, contexts=contexts)
+        return await self.score_request(_with_mode(request, mode, options))
+
+    async def rank(self, query: str, prefix_ids: Sequence[str]) -> Scores:
+        """Log P(query | prefix) for each registered prefix: one row each, in their order."""
+        return await self.score(
+            [query] * len(prefix_ids),
+            inference_pb2.LogLikelihood(),
+            contexts=[inference_pb2.Context(prefix_id=prefix_id) for prefix_id in prefix_ids],
+            options=inference_pb2.ScoreRequest(item_context=range(len(prefix_ids))),
+        )
+
+    async def score_request(self, request: inference_pb2.ScoreRequest) -> Scores:
+        call = self._inference.Score(request, timeout=self._timeout_s)
+        response: inference_pb2.ScoreResponse = await _answer(call)
+        return decoding.scores(response)
+
+    async def score_stream(
+        self, requests: AsyncIterator[inference_pb2.ScoreRequest]
+    ) -> AsyncGenerator[tuple[str, Scores | ClientError], None]:
+        """Answers by request id, as they are ready."""
+
+        async def messages() -> AsyncGenerator[inference_pb2.ScoreStreamRequest, None]:
+            async for request in requests:
+                yield inference_pb2.ScoreStreamRequest(request=request)
+
+        call = self._inference.ScoreStream(messages(), timeout=self._timeout_s)
+        async with aclosing(_answers(call, inference_pb2.ScoreStreamResponse)) as answers:
+            async for answer in answers:
+                if answer.HasField("error"):
+                    yield answer.request_id, status_error(answer.error)
+                else:
+                    yield answer.request_id, decoding.scores(answer.response)
+
+    async def generate(
+        self, request: inference_pb2.GenerateRequest
+    ) -> AsyncGenerator[GenerateStep, None]:
+        """Closing it early cancels the call."""
+        call = self._inference.Generate(request, timeout=self._timeout_s)
+        async with aclosing(_answers(call, inference_pb2.GenerateResponse)) as answers:
+            async for answer in answers:
+                yield decoding.generate_step(answer)
+
+    async def register(self, request: prefixes_pb2.RegisterRequest) -> Prefix:
+        call = self._prefixes.Register(request, timeout=self._timeout_s)
+        response: prefixes_pb2.RegisterResponse = await _answer(call)
+        return decoding.prefix(response.prefix)
+
+    async def get_prefix(self, prefix_id: str) -> Prefix:
+        request = prefixes_pb2.GetRequest(prefix_id=prefix_id)
+        response: prefixes_pb2.GetResponse = await _answer(
+            self._prefixes.Get(request, timeout=self._timeout_s)
+        )
+        return decoding.prefix(response.prefix)
+
+    async def list_prefixes(self) -> tuple[Prefix, ...]:
+        """All of them, page by page."""
+        prefixes, token = list[Prefix](), ""
+        while True:
+            request = prefixes_pb2.ListRequest(page_token=token)
+            response: prefixes_pb2.ListResponse = await _answer(
+                self._prefixes.List(request, timeout=self._timeout_s)
+            )
+            prefixes += map(decoding.prefix, response.prefixes)
+            token = response.next_page_token
+            if not token:
+                return tuple(prefixes)
+
+    async def renew_prefix(self, prefix_id: str, *, ttl_seconds: float = 0.0) -> Prefix:
+        request = prefixes_pb2.RenewRequest(prefix_id=prefix_id, ttl_seconds=ttl_seconds)
+        response: prefixes_pb2.RenewResponse = await _answer(
+            self._prefixes.Renew(request, timeout=self._timeout_s)
+        )
+        return decoding.prefix(response.prefix)
+
+    async def release_prefix(self, prefix_id: str) -> None:
+        request = prefixes_pb2.ReleaseRequest(prefix_id=prefix_id)
+        await _answer(self._prefixes.Release(request, timeout=self._timeout_s))
+
+    async def model(self) -> info_pb2.GetModelResponse:
+        call = self._info.GetModel(info_pb2.GetModelRequest(), timeout=self._timeout_s)
+        response: info_pb2.GetModelResponse = await _answer(call)
+        return response
+
+    async def limits(self) -> info_pb2.GetLimitsResponse:
+        call = self._info.GetLimits(info_pb2.GetLimitsRequest(), timeout=self._timeout_s)
+        response: info_pb2.GetLimitsResponse = await _answer(call)
+        return response
+
+    async def load(self) -> info_pb2.GetLoadResponse:
+        call = self._info.GetLoad(info_pb2.GetLoadRequest(), timeout=self._timeout_s)
+        response: info_pb2.GetLoadResponse = await _answer(call)
+        return response
+
+    async def explain(self, request: info_pb2.ExplainRequest) -> info_pb2.ExplainResponse:
+        call = self._info.Explain(request, timeout=self._timeout_s)
+        response: info_pb2.ExplainResponse = await _answer(call)
+        return response
+
+
+def token_blob(tokens: Int32) -> bytes:
+    """Token ids as the fields of type bytes hold them."""
+    return tokens.astype("<u4").tobytes()
+
+
+def _with_mode(
+    request: inference_pb2.ScoreRequest,
+    mode: Mode,
+    options: inference_pb2.ScoreRequest | None,
+) -> inference_pb2.ScoreRequest:
+    match mode:
+        case inference_pb2.LabelProbabilities():
+            request.label_probabilities.CopyFrom(mode)
+        case inference_pb2.LogLikelihood():
+            request.log_likelihood.CopyFrom(mode)
+        case inference_pb2.Classification():
+            request.classification.CopyFrom(mode)
+    if options is not None:
+        request.MergeFrom(options)
+    return request
+
+
+async def _answer(call: Awaitable[Any]) -> Any:
+    try:
+        return await call
+    except grpc.aio.AioRpcError as error:
+        raise client_error(error) from error
+
+
+async def _answers(call: Any, kind: type[Answer]) -> AsyncGenerator[Answer, None]:
+    try:
+        async for answer in call:
+            yield answer
+    except grpc.aio.AioRpcError as error:
+        raise client_error(error) from error
+    finally:
+        call.cancel()

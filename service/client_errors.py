@@ -1,0 +1,62 @@
+"""The error of a failed call, with the server's details decoded."""
+
+from collections.abc import Mapping
+from types import MappingProxyType
+
+import grpc
+from google.rpc import error_details_pb2, status_pb2
+
+from stemserve.service.status import DETAILS_KEY
+
+NO_VIOLATIONS: Mapping[str, str] = MappingProxyType({})
+
+
+class ClientError(Exception):
+    """`code` says what kind of failure it was, `violations` what is wrong with which field."""
+
+    def __init__(
+        self,
+        code: grpc.StatusCode,
+        message: str,
+        *,
+        reason: str = "",
+        violations: Mapping[str, str] = NO_VIOLATIONS,
+        retry_after_s: float | None = None,
+    ) -> None:
+        super().__init__(f"{code.name}: {message}")
+        self.code = code
+        self.message = message
+        self.reason = reason
+        self.violations = violations
+        self.retry_after_s = retry_after_s
+
+
+def client_error(error: grpc.aio.AioRpcError) -> ClientError:
+    for key, value in error.trailing_metadata() or ():
+        if key == DETAILS_KEY and isinstance(value, bytes):
+            return status_error(status_pb2.Status.FromString(value))
+    return ClientError(error.code(), error.details() or "no reason was given")
+
+
+def status_error(status: status_pb2.Status) -> ClientError:
+    reason, retry_after_s, violations = "", None, dict[str, str]()
+    for detail in status.details:
+        info = error_details_pb2.ErrorInfo()
+        bad_request = error_details_pb2.BadRequest()
+        retry = error_details_pb2.RetryInfo()
+        if detail.Unpack(info):
+            reason = info.reason
+        elif detail.Unpack(bad_request):
+            violations = {v.field: v.description for v in bad_request.field_violations}
+        elif detail.Unpack(retry):
+            retry_after_s = retry.retry_delay.ToNanoseconds() / 1e9
+    return ClientError(
+        CODES.get(status.code, grpc.StatusCode.UNKNOWN),
+        status.message,
+        reason=reason,
+        violations=violations,
+        retry_after_s=retry_after_s,
+    )
+
+
+CODES = {code.value[0]: code for code in grpc.StatusCode}

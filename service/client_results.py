@@ -1,0 +1,79 @@
+"""What the client library returns: small values with numpy arrays."""
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+Float32 = NDArray[np.float32]
+Int64 = NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Usage:
+    """prompt_tokens = cached_tokens + shared_tokens + computed_tokens."""
+
+    prompt_tokens: int
+    cached_tokens: int
+    shared_tokens: int
+    computed_tokens: int
+    output_tokens: int
+    kv_read_bytes: int
+    kv_avoided_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Timing:
+    total_seconds: float
+    tokenize_seconds: float
+    queue_seconds: float
+    engine_seconds: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ItemError:
+    index: int
+    code: int  # google.rpc.Code
+    message: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Scores:
+    scores: Float32  # [items], [items, labels] or [items, classes]; NaN for an item with an error
+    item_index: Int64  # [rows] the item of each row
+    label_mass: Float32  # [rows]; empty in other modes
+    is_greedy: NDArray[np.bool_]  # [rows]; empty in other modes
+    token_logprobs: tuple[Float32, ...]  # by row; empty unless asked for
+    errors: tuple[ItemError, ...]
+    usage: Usage
+    timing: Timing
+    over_labels: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SampleNews:
+    """What a step brought to one sample."""
+
+    sample: int
+    text: str
+    token_ids: tuple[int, ...]
+    finish: str  # "", "stop" or "length"
+    logprobs: tuple[float, ...] = ()  # by token, if asked for
+    top_logprobs: tuple[tuple[tuple[int, float], ...], ...] = ()  # by token, most likely first
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GenerateStep:
+    news: tuple[SampleNews, ...]
+    usage: Usage | None = None  # in the last step
+    timing: Timing | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prefix:
+    prefix_id: str
+    parent_prefix_id: str
+    token_count: int
+    resident_tokens: int
+    ttl_seconds: float  # 0: no expiry
+    expires_unix_seconds: float  # 0: never

@@ -3,7 +3,6 @@
 from stemserve.worker.models.config_fields import ConfigFields
 from stemserve.worker.models.errors import ConfigError
 from stemserve.worker.models.gguf_file import GgufFile
-from stemserve.worker.models.gguf_weights import GgufWeights
 from stemserve.worker.models.model_config import Family, Head, ModelConfig, context_within
 from stemserve.worker.models.rope import (
     FrequencyDivisors,
@@ -71,6 +70,9 @@ def _context_tokens(fields: ConfigFields) -> int:
 
 def _rope_scaling(file: GgufFile, fields: ConfigFields) -> RopeScaling | None:
     if _DIVISORS in file.tensors:
+        # Here, so that hosts that serve safetensors do without the gguf package.
+        from stemserve.worker.models.gguf_weights import GgufWeights
+
         divisors = GgufWeights(file).read_raw(_DIVISORS)
         return FrequencyDivisors(divisors=tuple(float(d) for d in divisors))
     match fields.text("llama.rope.scaling.type", "none"):

@@ -10,7 +10,6 @@ from stemserve.worker.models.dummy_weights import fill_with_random
 from stemserve.worker.models.errors import ConfigError
 from stemserve.worker.models.gguf_config import read_gguf_config
 from stemserve.worker.models.gguf_file import GgufFile
-from stemserve.worker.models.gguf_weights import GgufWeights
 from stemserve.worker.models.hf_config import read_hf_config
 from stemserve.worker.models.model_config import ModelConfig
 from stemserve.worker.models.parameters import allocate, checkpoint_slots
@@ -56,6 +55,9 @@ def load_model(
         case LoadFormat.DUMMY:
             fill_with_random(slots, progress)
         case LoadFormat.AUTO if gguf_file is not None:
+            # Here, so that hosts that serve safetensors do without the gguf package.
+            from stemserve.worker.models.gguf_weights import GgufWeights
+
             fill(slots, GgufWeights(gguf_file), config, progress)
         case LoadFormat.AUTO:
             with open_safetensors(path) as source:

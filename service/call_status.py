@@ -103,7 +103,7 @@ class CallStatus(grpc.aio.ServerInterceptor):
 
 def remaining_deadline(context: Context) -> float | None:
     """On the monotonic clock."""
-    remaining: float | None = context.time_remaining()
+    remaining = _time_remaining(context)
     if remaining is None:
         return None
     if remaining <= 0:
@@ -112,8 +112,13 @@ def remaining_deadline(context: Context) -> float | None:
 
 
 def deadline_passed(context: Context) -> bool:
-    remaining: float | None = context.time_remaining()
+    remaining = _time_remaining(context)
     return remaining is not None and remaining <= 0
+
+
+def _time_remaining(context: Context) -> float | None:
+    remaining: Any = context.time_remaining()  # the stubs leave None out
+    return None if remaining is None else float(remaining)
 
 
 def _as_handler(function: Callable[[Any, Context], Awaitable[Any]]) -> Any:

@@ -42,18 +42,22 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 def _eos_ids(path: Path) -> frozenset[int]:
     """Chat models name the end of a turn in the generation config only."""
-    named = [
-        _read_json(path / name).get("eos_token_id")
-        for name in ("config.json", "generation_config.json")
-    ]
-    lists = [ids if isinstance(ids, list) else [ids] for ids in named if ids is not None]
-    return frozenset(int(token_id) for ids in lists for token_id in ids)
+    configs = [_read_json(path / name) for name in ("config.json", "generation_config.json")]
+    found = list[Any]()
+    for config in configs:
+        named: Any = config.get("eos_token_id")
+        found += named if isinstance(named, list) else [named]
+    return frozenset(int(token_id) for token_id in found if token_id is not None)
 
 
 def _token_ids(encoder: tokenizers.Tokenizer, token: Any) -> frozenset[int]:
-    text = token.get("content") if isinstance(token, dict) else token
+    text = _read_added_token(token)
     token_id = encoder.token_to_id(text) if isinstance(text, str) else None
     return frozenset() if token_id is None else frozenset({token_id})
+
+
+def _read_added_token(token: Any) -> Any:
+    return token["content"] if isinstance(token, dict) else token
 
 
 def _added_bos(encoder: tokenizers.Tokenizer, config: Mapping[str, Any]) -> int | None:

@@ -1,6 +1,6 @@
 """Rebuild a byte-level BPE tokenizer from the metadata of a GGUF file."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -107,8 +107,7 @@ def _encoder(metadata: Mapping[str, Value], recipe: Recipe) -> Tokenizer:
     kinds = metadata.get("tokenizer.ggml.token_type")
     if not isinstance(kinds, list) or len(kinds) != len(tokens):
         raise ValueError("tokenizer.ggml.token_type does not name a type for each token")
-    add: Callable[[list[AddedToken]], int] = encoder.add_tokens  # untyped in the stubs
-    add(
+    encoder.add_tokens(  # pyright: ignore[reportUnknownMemberType]
         [
             AddedToken(token, special=kind == CONTROL, normalized=False)
             for token, kind in zip(tokens, kinds, strict=True)

@@ -51,13 +51,12 @@ def _eos_ids(path: Path) -> frozenset[int]:
 
 
 def _token_ids(encoder: tokenizers.Tokenizer, token: Any) -> frozenset[int]:
-    text = _read_added_token(token)
-    token_id = encoder.token_to_id(text) if isinstance(text, str) else None
-    return frozenset() if token_id is None else frozenset({token_id})
-
-
-def _read_added_token(token: Any) -> Any:
-    return token["content"] if isinstance(token, dict) else token
+    match token:
+        case str(text) | {"content": str(text)}:
+            token_id = encoder.token_to_id(text)
+            return frozenset() if token_id is None else frozenset({token_id})
+        case _:
+            return frozenset()
 
 
 def _added_bos(encoder: tokenizers.Tokenizer, config: Mapping[str, Any]) -> int | None:

@@ -15,7 +15,7 @@ T = TypeVar("T")
 Channel = grpc.aio.Channel
 
 Server = Annotated[str, typer.Option(metavar="HOST:PORT", help="The server to call.")]
-Timeout = Annotated[float, typer.Option(help="Seconds that a call may take.")]
+Timeout = Annotated[float, typer.Option(metavar="SECONDS", help="How long a call may take.")]
 AsJson = Annotated[
     bool, typer.Option("--json", help="Print one JSON object with the proto's field names.")
 ]

@@ -53,10 +53,9 @@ def explain(
     With items it is a Score call, with --prompt a Generate call: its prefill and first decode step.
     Nothing is run.
 
+    \b
     Examples:
-
       stemserve explain --query "The capital of France is" --item " Paris" --item " Rome"
-
       stemserve explain --prompt "Once upon a time" --n 16
     """
     given = read_items(items, item)

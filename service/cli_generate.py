@@ -9,22 +9,42 @@ from rich.console import Console
 from stemserve.proto.v1 import inference_pb2, inference_pb2_grpc
 from stemserve.service.cli_call import SERVER, TIMEOUT_S, AsJson, Channel, Server, Timeout, call
 from stemserve.service.cli_json import as_json
-from stemserve.service.cli_options import Kernel, MaxNewTokens, Prompt, Samples, kernel_value
+from stemserve.service.cli_options import (
+    Kernel,
+    MaxNewTokens,
+    Priority,
+    Prompt,
+    Samples,
+    kernel_value,
+)
 from stemserve.service.cli_usage import usage_line
 from stemserve.service.joined_samples import JoinedSamples
 
-PrefixId = Annotated[str, typer.Option(help="A registered prefix before the prompt.")]
-Temperature = Annotated[float | None, typer.Option(help="0: the likeliest token. Server: 1.")]
-TopK = Annotated[int, typer.Option(help="Draw from the k likeliest tokens; 0: off.")]
-TopP = Annotated[float | None, typer.Option(help="Draw from the likeliest tokens of mass p.")]
-MinP = Annotated[float, typer.Option(help="Drop tokens below p times the likeliest; 0: off.")]
-Seed = Annotated[int | None, typer.Option(help="Same seed, same text. Without: random.")]
-MinNewTokens = Annotated[int, typer.Option(help="Tokens to generate at least.")]
-Stop = Annotated[list[str] | None, typer.Option(help="End before this text; may be given often.")]
-IgnoreEos = Annotated[bool, typer.Option(help="Go on after the end-of-sequence token.")]
-Logprobs = Annotated[bool, typer.Option(help="Also the log-probability of each token.")]
-TopLogprobs = Annotated[int, typer.Option(help="Also the likeliest tokens at each position.")]
-Priority = Annotated[int, typer.Option(help="Higher goes first.")]
+PrefixId = Annotated[str, typer.Option(metavar="ID", help="A registered prefix before the prompt.")]
+Temperature = Annotated[
+    float | None, typer.Option(metavar="X", help="0: the likeliest token; without: 1.")
+]
+TopK = Annotated[int, typer.Option(metavar="N", help="Draw from the N likeliest tokens; 0: off.")]
+TopP = Annotated[
+    float | None, typer.Option(metavar="X", help="Draw from the likeliest tokens of mass X.")
+]
+MinP = Annotated[
+    float, typer.Option(metavar="X", help="Drop tokens below X times the likeliest; 0: off.")
+]
+Seed = Annotated[int | None, typer.Option(metavar="N", help="Same seed, same text; else random.")]
+MinNewTokens = Annotated[int, typer.Option(metavar="N", help="Tokens to generate at least.")]
+Stop = Annotated[
+    list[str] | None, typer.Option(metavar="TEXT", help="End before this text; also often.")
+]
+IgnoreEos = Annotated[
+    bool, typer.Option("--ignore-eos", help="Go on after the end-of-sequence token.")
+]
+Logprobs = Annotated[
+    bool, typer.Option("--logprobs", help="Also the log-probability of each token.")
+]
+TopLogprobs = Annotated[
+    int, typer.Option(metavar="N", help="Also the N likeliest tokens at each position.")
+]
 
 
 def generate(
@@ -53,10 +73,9 @@ def generate(
     The text is printed as it comes; several samples are printed one after the other, each when it
     is done.
 
+    \b
     Examples:
-
       stemserve generate --prompt "Once upon a time" --max-new-tokens 40
-
       stemserve generate --prompt "The capital of France is" --temperature 0 --json
     """
     request = inference_pb2.GenerateRequest(

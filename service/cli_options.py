@@ -10,30 +10,40 @@ import typer
 from stemserve.proto.v1 import inference_pb2
 from stemserve.service.config import KERNELS
 
-Query = Annotated[str, typer.Option(help="Text that all items continue.")]
+Query = Annotated[str, typer.Option(metavar="TEXT", help="Text that all items continue.")]
 Contexts = Annotated[
     list[str] | None,
-    typer.Option("--context", help="Text before the query; given often: several contexts."),
+    typer.Option(
+        "--context", metavar="TEXT", help="Text before the query; given often: several contexts."
+    ),
 ]
 PrefixIds = Annotated[
     list[str] | None,
-    typer.Option("--prefix-id", help="A registered prefix before the query; may be given often."),
+    typer.Option(
+        "--prefix-id", metavar="ID", help="A registered prefix before the query; also often."
+    ),
 ]
 ItemsFile = Annotated[
     str | None,
     typer.Option("--items", metavar="FILE", help="Items, one a line; - reads standard input."),
 ]
-Items = Annotated[list[str] | None, typer.Option("--item", help="One item; may be given often.")]
+Items = Annotated[
+    list[str] | None, typer.Option("--item", metavar="TEXT", help="One item; also often.")
+]
 Labels = Annotated[
     str | None,
-    typer.Option(help='Labels, split at commas, spaces kept, such as " yes, no".'),
+    typer.Option(metavar="TEXTS", help='Split at commas, spaces kept, such as " yes, no".'),
 ]
 Kernel = Annotated[
-    str | None, typer.Option(help=f"Force a strategy, for debugging: {', '.join(KERNELS)}.")
+    str | None,
+    typer.Option(metavar="NAME", help=f"Force a strategy, for debugging: {', '.join(KERNELS)}."),
 ]
-Prompt = Annotated[str, typer.Option(help="Text to continue; with --prefix-id it follows it.")]
-MaxNewTokens = Annotated[int, typer.Option(help="Tokens to generate at most.")]
-Samples = Annotated[int, typer.Option("--n", help="Samples over the one prompt.")]
+Priority = Annotated[int, typer.Option(metavar="N", help="Higher goes first.")]
+Prompt = Annotated[
+    str, typer.Option(metavar="TEXT", help="Text to continue; it follows --prefix-id.")
+]
+MaxNewTokens = Annotated[int, typer.Option(metavar="N", help="Tokens to generate at most.")]
+Samples = Annotated[int, typer.Option("--n", metavar="N", help="Samples over the one prompt.")]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

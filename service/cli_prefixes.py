@@ -24,25 +24,33 @@ app = typer.Typer(
 )
 
 PrefixId = Annotated[str, typer.Argument(help="As Register answered it, or as you chose it.")]
-Ttl = Annotated[float, typer.Option("--ttl-seconds", help="Lifetime without use; 0: as it was.")]
+Ttl = Annotated[float, typer.Option(metavar="SECONDS", help="Lifetime without use; 0: as it was.")]
 
 
 @app.command()
 def register(
-    text: Annotated[str, typer.Option(help="The prefix's text.")] = "",
-    file: Annotated[Path | None, typer.Option(help="File of the text instead.")] = None,
-    parent_prefix_id: Annotated[str, typer.Option(help="Prefix that this one continues.")] = "",
-    prefix_id: Annotated[str, typer.Option(help="Id to give it; else the server makes one.")] = "",
-    ttl_seconds: Annotated[float, typer.Option(help="Lifetime without use; 0: default.")] = 0.0,
-    warm: Annotated[bool, typer.Option(help="Compute its KV before answering.")] = False,
+    text: Annotated[str, typer.Option(metavar="TEXT", help="The prefix's text.")] = "",
+    file: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="File of the text; - reads standard input.")
+    ] = None,
+    parent_prefix_id: Annotated[
+        str, typer.Option(metavar="ID", help="Prefix that this one continues.")
+    ] = "",
+    prefix_id: Annotated[
+        str, typer.Option(metavar="ID", help="Id to give it; else the server makes one.")
+    ] = "",
+    ttl_seconds: Annotated[
+        float, typer.Option(metavar="SECONDS", help="Lifetime without use; 0: the server's.")
+    ] = 0.0,
+    warm: Annotated[bool, typer.Option("--warm", help="Compute its KV before answering.")] = False,
     server: Server = SERVER,
     timeout: Timeout = TIMEOUT_S,
     as_json: AsJson = False,
 ) -> None:
     """Give a text an id. Requests then name it with --prefix-id.
 
+    \b
     Example:
-
       stemserve prefixes register --file article.txt --prefix-id article --warm
     """
     request = prefixes_pb2.RegisterRequest(

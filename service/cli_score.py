@@ -17,6 +17,7 @@ from stemserve.service.cli_options import (
     Kernel,
     Labels,
     PrefixIds,
+    Priority,
     Query,
     Sequences,
     kernel_value,
@@ -26,20 +27,30 @@ from stemserve.service.cli_options import (
 from stemserve.service.cli_usage import usage_line
 
 ItemFirst = Annotated[
-    bool, typer.Option(help="Sequences are context, item, query instead of context, query, item.")
+    bool,
+    typer.Option(
+        "--item-first", help="Sequences are context, item, query instead of context, query, item."
+    ),
 ]
-Classify = Annotated[bool, typer.Option(help="Use the model's classification head.")]
+Classify = Annotated[bool, typer.Option("--classify", help="Use the model's classification head.")]
 Softmax = Annotated[
-    bool, typer.Option(help="Probabilities over the labels only, or over the classes.")
+    bool,
+    typer.Option("--apply-softmax", help="Probabilities over the labels only, or the classes."),
 ]
-Temperature = Annotated[float, typer.Option(help="Of the labels' softmax; 0 means 1.")]
-TokenLogprobs = Annotated[bool, typer.Option(help="Also a value for each token of an item.")]
-Normalized = Annotated[bool, typer.Option(help="Divide a log-likelihood by its tokens.")]
+Temperature = Annotated[float, typer.Option(metavar="X", help="Of the labels' softmax; 0 means 1.")]
+TokenLogprobs = Annotated[
+    bool, typer.Option("--token-logprobs", help="Also a value for each token of an item.")
+]
+Normalized = Annotated[
+    bool, typer.Option("--length-normalized", help="Divide a log-likelihood by its tokens.")
+]
 Truncate = Annotated[
-    int | None, typer.Option(help="Cut items after this many tokens instead of refusing them.")
+    int | None,
+    typer.Option(metavar="N", help="Cut items after N tokens instead of refusing longer ones."),
 ]
-TopN = Annotated[int, typer.Option(help="Only the best n items, best first; 0: all, in order.")]
-Priority = Annotated[int, typer.Option(help="Higher goes first.")]
+TopN = Annotated[
+    int, typer.Option(metavar="N", help="Only the best N items, best first; 0: all, in order.")
+]
 
 
 def score(
@@ -68,10 +79,9 @@ def score(
     With --labels: the probability of each label after the item. Without: the log-likelihood of the
     item itself. Several contexts: every item is scored with each of them.
 
+    \b
     Examples:
-
       stemserve score --query "The capital of France is" --item " Paris" --item " Rome"
-
       stemserve score --query "Is it a fruit? " --items words.txt --labels " yes, no" --json
     """
     sequences = Sequences(

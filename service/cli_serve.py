@@ -111,10 +111,9 @@ def serve(
     It prints one line when it is ready. SIGTERM or Ctrl-C lets the running calls finish; a second
     one ends it at once.
 
+    \b
     Examples:
-
       stemserve serve
-
       stemserve serve --model ./Qwen3-0.6B --host 0.0.0.0 --kv-memory 2G
     """
     try:
@@ -165,20 +164,25 @@ def _serve(config: ServiceConfig) -> None:
         fail(str(error))
     except (OSError, ValueError) as error:
         fail(f"model {config.model!r} has no usable tokenizer: {error}")
+    loading = console.status(f"loading {config.model}")
+
+    def announce(ready: Ready) -> None:
+        loading.stop()
+        print(_ready_line(ready), flush=True)
+
     try:
-        with console.status(f"loading {config.model}"):
-            run(config, model, tokenizer, announce=_announce)
+        with loading:
+            run(config, model, tokenizer, announce=announce)
     except (PortInUse, WorkerUnreachable) as error:
         fail(str(error))
 
 
-def _announce(ready: Ready) -> None:
+def _ready_line(ready: Ready) -> str:
     facts, ports = ready.facts, ready.ports
-    print(
+    return (
         f"stemserve is ready: {facts.model} ({facts.dtype}) on {facts.device}, "
         f"gRPC {ports.host}:{ports.port}, health {ports.health_port}, "
-        f"metrics {ready.metrics_port}",
-        flush=True,
+        f"metrics {ready.metrics_port}"
     )
 
 
@@ -187,10 +191,9 @@ def worker(context: typer.Context) -> None:
 
     All options go to the worker process; stemserve worker --help lists them.
 
+    \b
     Example:
-
       stemserve worker --listen 127.0.0.1:50061 --model ./Qwen3-0.6B
     """
-    sys.stdout.flush()
     command = [sys.executable, "-m", "stemserve.worker", *context.args]
     os.execv(sys.executable, command)

@@ -178,9 +178,10 @@ def _join(calls: Sequence[Call]) -> Call:
         if isinstance(call.tokens, PageTokens):
             lists += [call.tokens.slots()] * call.sequences
     counts = int32([len(slots) for slots in lists])
-    slots = np.stack(
-        [np.pad(slots, (0, counts.max() - len(slots)), mode="edge") for slots in lists]
-    )
+    slots = np.empty((len(lists), int(counts.max())), np.int32)
+    for sequence, used in enumerate(lists):
+        slots[sequence, : len(used)] = used
+        slots[sequence, len(used) :] = used[-1]
     return Call(
         row_start=np.concatenate([call.row_start for call in calls]),
         target_start=np.concatenate([call.targets for call in calls]),

@@ -15,8 +15,9 @@ from stemserve.kernels.codec_plan import (
     reduction_table,
 )
 from stemserve.kernels.cost_model import CostTable
-from stemserve.kernels.device_call import DeviceCall, FlatKV, device_call, index_tensor
+from stemserve.kernels.device_call import DeviceCall, FlatKV, device_call
 from stemserve.kernels.eligibility import decode_refusal
+from stemserve.kernels.host_array import index_tensor
 from stemserve.kernels.layout import AttentionLayout, HeadShape
 from stemserve.kernels.prefix_forest import PrefixForest, prefix_forest
 from stemserve.kernels.schedule import empty_state, store
@@ -66,7 +67,7 @@ class CodecAttention:
             calls=[device_call(call, 0, partials, self._device) for call in calls],
             num_partials=partials,
             row_order=order,
-            reduction=torch.from_numpy(reduction[:, forest.row_place]).to(self._device),
+            reduction=index_tensor(reduction[:, forest.row_place], self._device),
         )
 
     def run(self, plan: CodecPlan, q: Tensor, kv: LayerKV) -> AttentionState:
@@ -91,7 +92,7 @@ def task_calls(forest: PrefixForest, tasks: TaskList, page_size: int) -> list[Ca
     calls: list[Call] = []
     for task in range(tasks.num_tasks):
         tokens = PageTokens(
-            pages=forest.runs[tasks.run[task]].pages,
+            pages=forest.runs[int(tasks.run[task])].pages,
             start=int(tasks.token_start[task]),
             tokens=int(tasks.tokens[task]),
             page_size=page_size,

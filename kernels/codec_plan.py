@@ -124,7 +124,7 @@ def reduction_table(
 
     Task t's results are the `rows[t]` partial rows after those of the tasks before it.
     """
-    place = np.arange(tasks.rows.sum()) - np.repeat(partial_starts(tasks), tasks.rows)
+    place = np.arange(int(tasks.rows.sum())) - np.repeat(partial_starts(tasks), tasks.rows)
     row = np.repeat(tasks.row_start, tasks.rows) + place
     counts = np.bincount(row, minlength=num_rows)
     order = np.argsort(row, kind="stable")

@@ -4,7 +4,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -39,6 +39,7 @@ class CostTable:
     kv_heads: int
     head_dim: int
     libraries: Mapping[str, str]  # name -> version of what was measured
+    threads: int  # of a CPU; 1 on other devices
     launch_seconds: float  # of a call, beside its blocks
     rows: tuple[int, ...]
     kv_tokens: tuple[int, ...]
@@ -99,11 +100,14 @@ class CostTable:
     @classmethod
     def from_json(cls, text: str) -> "CostTable":
         try:
-            entries: Any = json.loads(text)
+            loaded: Any = json.loads(text)
         except json.JSONDecodeError as error:
             raise CostTableError(f"cost table is not JSON: {error}") from error
         names = {field.name for field in fields(cls)}
-        if not isinstance(entries, dict) or entries.keys() != names:
+        if not isinstance(loaded, dict):
+            raise CostTableError("cost table must be a JSON object")
+        entries = cast(dict[str, Any], loaded)
+        if entries.keys() != names:
             raise CostTableError(f"cost table must have exactly the entries {sorted(names)}")
         try:
             entries["seconds"] = tuple(tuple(float(v) for v in line) for line in entries["seconds"])

@@ -8,7 +8,8 @@ from torch import Tensor
 
 from stemserve.kernels.attention_state import AttentionState, LayerKV
 from stemserve.kernels.block_attention import attend
-from stemserve.kernels.device_call import FlatKV, index_tensor
+from stemserve.kernels.device_call import FlatKV
+from stemserve.kernels.host_array import device_tensor, index_tensor
 from stemserve.kernels.layout import AttentionLayout, HeadShape, Int32, int32
 from stemserve.kernels.logical_request import (
     LogicalRequest,
@@ -101,7 +102,7 @@ class CustomMaskAttention:
     def _request(
         self, layout: AttentionLayout, request: LogicalRequest, mask: Bool
     ) -> MaskedRequest:
-        seen = mask.any(axis=1)
+        seen: Bool = mask.any(axis=1)
         if mask.shape[1]:
             mask[~seen, 0] = True  # softmax needs a token; the row's result is replaced
         items = request.segments[layout.segment_is_item[request.segments]]
@@ -111,8 +112,8 @@ class CustomMaskAttention:
             row_stop=request.row_start + len(mask),
             slots=index_tensor(np.concatenate([np.empty(0, np.int32), *slots]), self._device),
             own_rows=index_tensor(segment_row_list(layout, items), self._device),
-            bits=torch.from_numpy(np.packbits(mask.ravel(), bitorder="little")).to(self._device),
-            blind=None if seen.all() else torch.from_numpy(~seen).to(self._device),
+            bits=device_tensor(np.packbits(mask.ravel(), bitorder="little"), self._device),
+            blind=None if seen.all() else device_tensor(np.logical_not(seen), self._device),
         )
 
     def run(self, plan: CustomMaskPlan, q: Tensor, kv: LayerKV) -> AttentionState:
@@ -167,9 +168,9 @@ def layout_mask(layout: AttentionLayout, request: LogicalRequest) -> Bool:  # [r
 
 
 def _node_slots(layout: AttentionLayout, node: int) -> Int32:
-    token = np.arange(layout.node_tokens[node])
+    token = np.arange(int(layout.node_tokens[node]), dtype=np.int32)
     page = layout.pages(node)[token // layout.page_size]
-    return int32(page * layout.page_size + token % layout.page_size)
+    return page * layout.page_size + token % layout.page_size
 
 
 def _work(rows: list[int], tokens: list[int]) -> Work:

@@ -10,6 +10,7 @@ from torch import Tensor
 from stemserve.kernels.attention_state import AttentionState, LayerKV
 from stemserve.kernels.block_attention import attend
 from stemserve.kernels.calls import Call, OwnRows, PaddedTokens, PageTokens
+from stemserve.kernels.host_array import device_tensor, index_tensor
 from stemserve.kernels.layout import HeadShape, Int32
 
 
@@ -128,10 +129,6 @@ def device_call(call: Call, part_start: int, part_stop: int, device: torch.devic
     )
 
 
-def index_tensor(values: Int32, device: torch.device) -> Tensor:
-    return torch.from_numpy(np.ascontiguousarray(values, dtype=np.int64)).to(device)
-
-
 def _row_tables(call: Call, part_start: int, part_stop: int) -> tuple[Int32, Int32]:
     """Padding reads the first row of its sequence and is written past the part's rows."""
     place = np.arange(call.padded_rows, dtype=np.int32)
@@ -185,4 +182,4 @@ def _mask(call: Call, device: torch.device) -> Tensor | None:
 def _additive(
     shown: np.ndarray[tuple[int, ...], np.dtype[np.bool_]], device: torch.device
 ) -> Tensor:
-    return torch.from_numpy(np.where(shown, np.float32(0), np.float32(-np.inf))).to(device)
+    return device_tensor(np.where(shown, np.float32(0), np.float32(-np.inf)), device)

@@ -37,7 +37,8 @@ def logical_requests(layout: AttentionLayout) -> list[LogicalRequest]:
 def segment_row_list(layout: AttentionLayout, segments: Int32) -> Int32:
     """The layout's rows of some segments, in their order."""
     counts = layout.segment_rows[segments]
-    place = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
+    before = np.cumsum(counts) - counts
+    place = np.arange(int(counts.sum())) - np.repeat(before, counts)
     return int32(np.repeat(layout.segment_indptr[segments], counts) + place)
 
 

@@ -9,7 +9,8 @@ from torch import Tensor
 from stemserve.kernels.attention_state import AttentionState, LayerKV
 from stemserve.kernels.block_attention import attend
 from stemserve.kernels.calls import PageTokens
-from stemserve.kernels.device_call import FlatKV, KeySource, index_tensor, page_source
+from stemserve.kernels.device_call import FlatKV, KeySource, page_source
+from stemserve.kernels.host_array import index_tensor
 from stemserve.kernels.item_mask import ItemMask, ItemTile, item_mask, item_tiles
 from stemserve.kernels.layout import AttentionLayout, HeadShape, int32
 from stemserve.kernels.logical_request import (

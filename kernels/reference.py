@@ -41,7 +41,7 @@ def gather_chain(
 ) -> tuple[Tensor, Tensor]:  # [chain, kv_heads, head_dim] twice
     keys, values = kv.k_rows[:0].double(), kv.v_rows[:0].double()
     for node in layout.chain(int(layout.segment_node[segment])):
-        pages = torch.from_numpy(layout.pages(node)).long()
+        pages = torch.tensor(layout.pages(node).tolist(), dtype=torch.int64)
         tokens = int(layout.node_tokens[node])
         keys = torch.cat([keys, kv.k_pages[pages].flatten(0, 1)[:tokens].double()])
         values = torch.cat([values, kv.v_pages[pages].flatten(0, 1)[:tokens].double()])

@@ -9,7 +9,8 @@ from torch import Tensor
 
 from stemserve.kernels.attention_state import AttentionState, LayerKV
 from stemserve.kernels.calls import Call, call_work
-from stemserve.kernels.device_call import DeviceCall, FlatKV, device_call, index_tensor
+from stemserve.kernels.device_call import DeviceCall, FlatKV, device_call
+from stemserve.kernels.host_array import index_tensor
 from stemserve.kernels.layout import AttentionLayout, HeadShape, Int32
 from stemserve.kernels.strategy import Kernel, Phase, Work
 

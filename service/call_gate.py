@@ -3,7 +3,7 @@
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Generator
 from contextlib import aclosing, contextmanager
-from typing import Any
+from typing import Any, TypeAlias
 
 import grpc
 
@@ -13,7 +13,7 @@ OUR_SERVICES = "/stemserve."
 LOADING = "the model is loading; retry in a moment"
 DRAINING = "the server is shutting down; retry on another one"
 
-Handler = grpc.RpcMethodHandler[Any, Any]
+Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
 Context = grpc.aio.ServicerContext[Any, Any]
 
 

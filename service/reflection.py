@@ -14,7 +14,7 @@ def handlers(services: Sequence[str]) -> tuple[grpc.GenericRpcHandler, ...]:
     """Both versions. Their messages are the same bytes; the library only knows the older name."""
     # The library's stubs leave the method half typed.
     servicer = cast(Any, reflection.aio.ReflectionServicer([*services, V1, V1ALPHA]))
-    method: grpc.RpcMethodHandler[Any, Any] = grpc.stream_stream_rpc_method_handler(
+    method: Any = grpc.stream_stream_rpc_method_handler(
         servicer.ServerReflectionInfo,
         request_deserializer=reflection_pb2.ServerReflectionRequest.FromString,
         response_serializer=reflection_pb2.ServerReflectionResponse.SerializeToString,

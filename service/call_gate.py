@@ -3,7 +3,7 @@
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Generator
 from contextlib import aclosing, contextmanager
-from typing import Any, TypeAlias
+from typing import Any
 
 import grpc
 
@@ -13,7 +13,7 @@ OUR_SERVICES = "/stemserve."
 LOADING = "the model is loading; retry in a moment"
 DRAINING = "the server is shutting down; retry on another one"
 
-Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
+Handler = Any  # a grpc.RpcMethodHandler, which cannot be subscripted at run time
 Context = grpc.aio.ServicerContext[Any, Any]
 
 
@@ -97,4 +97,5 @@ def _refusing(reason: str) -> Handler:
         raise NotReady(reason)
         yield  # makes the function a stream
 
-    return grpc.stream_stream_rpc_method_handler(refuse)
+    handler: Handler = grpc.stream_stream_rpc_method_handler(refuse)
+    return handler

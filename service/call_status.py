@@ -5,7 +5,7 @@ import logging
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import aclosing
-from typing import Any, TypeAlias
+from typing import Any
 
 import grpc
 
@@ -31,7 +31,7 @@ METHOD_LABELS = {
 CODE_NAMES = {code.value[0]: code.name for code in grpc.StatusCode}
 
 Context = grpc.aio.ServicerContext[Any, Any]
-Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
+Handler = Any  # a grpc.RpcMethodHandler, which cannot be subscripted at run time
 Call = Callable[[Any, Context], Awaitable[Any]]
 Stream = Callable[[Any, Context], AsyncIterator[Any]]
 

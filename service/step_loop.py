@@ -88,6 +88,7 @@ class StepLoop:
                 self._take_commands()
                 self._check_time()
                 self._plan_steps()
+                self._take_events()
             except Exception as error:
                 # Whatever it is, the thread goes on: without it every call would hang.
                 _log.exception("fault in the step loop")
@@ -208,6 +209,11 @@ class StepLoop:
         self._events += [JobFailed(request_id=job, error=error) for job in running]
         if attached is not None:
             self._worker_lost(attached.generation, reason)
+
+    def _take_events(self) -> None:
+        """News that no result brought."""
+        if self._attached is not None:
+            self._add(self._attached.batcher.take_events())
 
     def _add(self, events: list[Event]) -> None:
         for event in events:

@@ -79,6 +79,7 @@ class CountingBatcher:
         self.jobs: dict[str, Job] = {}
         self.steps: list[list[str]] = []
         self.fault: Exception | None = None
+        self.late: list[Event] = []
 
     def submit(self, job: Job) -> None:
         if job.request_id == "refused":
@@ -117,8 +118,9 @@ class CountingBatcher:
                 del self.jobs[name]
         return events
 
-    def fail_all(self, error: Exception) -> list[Event]:
-        return [JobFailed(request_id=name, error=error) for name in self.jobs]
+    def take_events(self) -> list[Event]:
+        """As the batcher ends late jobs without a step."""
+        return [self.late.pop()] if self.late else []
 
     def explain(self, job: Job) -> list[tuple[worker_pb2.StepPlan, Int32]]:
         return []
@@ -314,6 +316,15 @@ def test_a_job_ends_at_its_deadline_without_any_other_news(rig: Rig) -> None:
     rig.submit(job("a", tokens=5, deadline=time.monotonic() + 0.1))
     assert isinstance(failures(rig.next_news())["a"], DeadlinePassed)
     assert rig.ask(lambda batcher: batcher.load()).running_requests == 0
+
+
+def test_news_that_no_result_brought_is_delivered_too(rig: Rig) -> None:
+    rig.attach(steps_in_flight=1)
+    rig.submit(job("a", tokens=5))
+    rig.next_plan()
+    late = JobFailed(request_id="a", error=DeadlinePassed("late"))
+    rig.ask(lambda batcher: batcher.late.append(late))
+    assert rig.next_news() == [late]
 
 
 def test_a_silent_worker_is_given_up() -> None:

@@ -1,0 +1,177 @@
+"""Build every object of a server, serve until SIGTERM, then drain."""
+
+import asyncio
+import gc
+import logging
+import queue
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AsyncExitStack, suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+import uvloop
+from prometheus_client import CollectorRegistry
+
+import stemserve
+from stemserve.service.batcher import Batcher, BatcherLimits
+from stemserve.service.call_gate import CallGate
+from stemserve.service.call_status import CallStatus
+from stemserve.service.config import ServiceConfig
+from stemserve.service.health import Health
+from stemserve.service.metrics import Metrics
+from stemserve.service.metrics_port import metrics_port
+from stemserve.service.request import WorkerFacts
+from stemserve.service.server import BoundPorts, Servers
+from stemserve.service.services import SERVICES, Services
+from stemserve.service.step_commands import Inbox
+from stemserve.service.step_loop import StepLoop
+from stemserve.service.step_monitor import watch_step_loop
+from stemserve.service.stop_signals import Stopped, StopSignals
+from stemserve.service.threaded_engine import ThreadedEngine
+from stemserve.service.tokenizer import Tokenizer
+from stemserve.service.worker_client import WorkerUnreachable
+from stemserve.service.worker_process import WorkerProcess
+from stemserve.service.worker_supervisor import (
+    RemoteWorker,
+    RestartPolicy,
+    WorkerHost,
+    WorkerSupervisor,
+)
+
+TOKENIZER_THREADS = 2
+_DRAIN_POLL_S = 0.02
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ready:
+    """What a server says when it can be called."""
+
+    facts: WorkerFacts
+    ports: BoundPorts
+    metrics_port: int
+
+
+class _Core:
+    """The objects between the RPC loop and the worker."""
+
+    def __init__(self, config: ServiceConfig, launch: Callable[[], WorkerHost]) -> None:
+        limits = BatcherLimits(
+            max_step_tokens=config.limits.max_step_tokens,
+            max_queued_requests=config.limits.max_queued_requests,
+            max_queued_tokens=config.limits.max_queued_tokens,
+        )
+        registry = CollectorRegistry()
+        inbox: Inbox = queue.SimpleQueue()
+        self.registry = registry
+        self.metrics = Metrics(registry)
+        self.health = Health(SERVICES, note_serving=self.metrics.ready)
+        self.engine = ThreadedEngine(inbox)
+        self.step_loop = StepLoop(
+            inbox,
+            make_batcher=lambda facts: Batcher(facts, limits, clock=time.monotonic),
+            observe=self.metrics.observe_step,
+            step_timeout_s=config.worker.step_timeout_s,
+        )
+        self.supervisor = WorkerSupervisor(
+            launch,
+            inbox=inbox,
+            engine=self.engine,
+            health=self.health,
+            metrics=self.metrics,
+            policy=RestartPolicy(),
+        )
+
+
+def run(
+    config: ServiceConfig, model: Path, tokenizer: Tokenizer, *, announce: Callable[[Ready], None]
+) -> None:
+    """Returns after a drain. Raises PortInUse, or WorkerUnreachable."""
+    with suppress(Stopped):
+        uvloop.run(serve(config, model, tokenizer, announce=announce))
+
+
+async def serve(
+    config: ServiceConfig, model: Path, tokenizer: Tokenizer, *, announce: Callable[[Ready], None]
+) -> None:
+    core = _Core(config, _launcher(config, model))
+    gate = CallGate()
+    async with AsyncExitStack() as stack:
+        signals = await stack.enter_async_context(StopSignals.watched(core.supervisor.kill))
+        servers = Servers(
+            config.server,
+            max_message_bytes=config.limits.max_message_bytes,
+            health=core.health,
+            interceptors=[CallStatus(core.metrics), gate],
+        )
+        servers.reflect(SERVICES)
+        port = stack.enter_context(metrics_port(config.server, core.registry))
+        core.step_loop.start(deliver=core.engine.deliver, worker_lost=core.supervisor.worker_lost)
+        stack.callback(core.step_loop.stop)
+        stack.push_async_callback(core.supervisor.close)
+        await stack.enter_async_context(servers.running())
+        facts = await signals.unless_stopped(core.supervisor.start())
+        core.metrics.describe(facts, stemserve.__version__)
+        services = Services(
+            core.engine,
+            tokenizer=tokenizer,
+            executor=stack.enter_context(ThreadPoolExecutor(TOKENIZER_THREADS, "tokenizer")),
+            limits=config.limits,
+            metrics=core.metrics,
+        )
+        services.add_to(servers.rpc)
+        gate.open()
+        core.health.open()
+        gc.collect()
+        gc.freeze()  # what lives now lives for ever: no collection need look at it again
+        announce(Ready(facts=facts, ports=servers.ports, metrics_port=port))
+        await _until_drained(core, signals, gate, drain_s=config.server.drain_s)
+
+
+async def _until_drained(
+    core: _Core, signals: StopSignals, gate: CallGate, *, drain_s: float
+) -> None:
+    """Raises WorkerUnreachable, after a drain too, if the worker is lost for good."""
+    failures: list[WorkerUnreachable] = []
+
+    async def supervise() -> None:
+        try:
+            await core.supervisor.supervise()
+        except WorkerUnreachable as error:
+            failures.append(error)
+            signals.ask()
+
+    async with asyncio.TaskGroup() as tasks:
+        watching = tasks.create_task(
+            watch_step_loop(core.engine, core.health, core.metrics.observe_load)
+        )
+        supervising = tasks.create_task(supervise())
+        await signals.wait()
+        await _drain(core, gate, drain_s)
+        supervising.cancel()
+        watching.cancel()
+    for failure in failures:
+        raise failure
+
+
+async def _drain(core: _Core, gate: CallGate, drain_s: float) -> None:
+    core.health.drain()
+    gate.drain()
+    with suppress(TimeoutError):
+        async with asyncio.timeout(drain_s):
+            await gate.wait_idle()
+            core.engine.drain()  # for calls on streams that stay open
+            while core.engine.running_jobs:
+                await asyncio.sleep(_DRAIN_POLL_S)
+    _log.info("drained; %d calls and %d jobs are cut", gate.running_calls, core.engine.running_jobs)
+
+
+def _launcher(config: ServiceConfig, model: Path) -> Callable[[], WorkerHost]:
+    address = config.worker.address
+    if address is not None:
+        return lambda: RemoteWorker(address)
+    command = config.worker.command(model, max_step_tokens=config.limits.max_step_tokens)
+    return lambda: WorkerProcess(command)

@@ -1,0 +1,65 @@
+"""The pages of the KV pool that nobody holds."""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from stemserve.service.request import Int32
+
+
+class PageAllocator:
+    """Hands out consecutive pages where it can: a run of them is one view of the pool."""
+
+    def __init__(self, num_pages: int) -> None:
+        self._is_free = np.ones(num_pages, np.bool_)
+        self._num_free = num_pages
+        self._lowest = 0  # no page below it is free
+
+    @property
+    def num_pages(self) -> int:
+        return len(self._is_free)
+
+    @property
+    def num_free(self) -> int:
+        return self._num_free
+
+    def is_free(self, page: int) -> bool:
+        return bool(self._is_free[page])
+
+    def allocate(self, count: int, *, after: int = -1) -> Int32:
+        """Take `count` pages; those behind page `after`, if they are free."""
+        if count > self._num_free:
+            raise RuntimeError(f"{count} pages asked of {self._num_free} free ones")
+        pages = self._following(count, after)
+        if pages is None:
+            pages = self._lowest_run(count)
+        self._is_free[pages] = False
+        self._num_free -= count
+        return pages
+
+    def free(self, pages: Sequence[int] | Int32) -> None:
+        if len(pages) == 0:
+            return
+        at = np.asarray(pages, np.int32)
+        if self._is_free[at].any():
+            raise RuntimeError(f"pages {at[self._is_free[at]].tolist()} are freed twice")
+        self._is_free[at] = True
+        self._num_free += len(at)
+        self._lowest = min(self._lowest, int(at.min()))
+
+    def _following(self, count: int, after: int) -> Int32 | None:
+        run = self._is_free[after + 1 : after + 1 + count]
+        if after < 0 or len(run) < count or not run.all():
+            return None
+        return np.arange(after + 1, after + 1 + count, dtype=np.int32)
+
+    def _lowest_run(self, count: int) -> Int32:
+        if count == 1:
+            self._lowest += int(self._is_free[self._lowest :].argmax())
+            return np.array([self._lowest], np.int32)
+        free = np.flatnonzero(self._is_free[self._lowest :]).astype(np.int32) + self._lowest
+        if count == 0:
+            return free[:0]
+        is_run = free[count - 1 :] - free[: len(free) - count + 1] == count - 1
+        first = int(is_run.argmax())
+        return free[first : first + count] if is_run[first] else free[:count]

@@ -39,7 +39,7 @@ class CostTable:
     kv_heads: int
     head_dim: int
     libraries: Mapping[str, str]  # name -> version of what was measured
-    threads: int  # of a CPU; 1 on other devices
+    threads: int = 1  # of a CPU
     launch_seconds: float  # of a call, beside its blocks
     rows: tuple[int, ...]
     kv_tokens: tuple[int, ...]

@@ -102,7 +102,7 @@ class CustomMaskAttention:
     def _request(
         self, layout: AttentionLayout, request: LogicalRequest, mask: Bool
     ) -> MaskedRequest:
-        seen: Bool = mask.any(axis=1)
+        seen = np.logical_or.reduce(mask, axis=1)
         if mask.shape[1]:
             mask[~seen, 0] = True  # softmax needs a token; the row's result is replaced
         items = request.segments[layout.segment_is_item[request.segments]]

@@ -52,7 +52,7 @@ class LabelScoring:
         return Readout(scores=scores.astype(np.float32), label_mass=mass.astype(np.float32))
 
     def _label_logprobs(self, gathered: Float32) -> Float64:  # [rows, labels]
-        by_row = gathered.reshape(self.rows, -1).astype(np.float64)
+        by_row = gathered.reshape(self.rows, len(self.labels.gather_ids)).astype(np.float64)
         starts = self.labels.label_indptr[:-1]
         summed: Float64 = np.add.reduceat(by_row[:, self.labels.label_reads], starts, axis=1)
         return summed

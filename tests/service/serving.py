@@ -1,0 +1,91 @@
+"""The public services over a bigram engine, on a real socket."""
+
+from collections.abc import AsyncGenerator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+
+import grpc
+from prometheus_client import CollectorRegistry
+from tests.service.bigram_engine import BigramEngine
+from tokenizers import AddedToken, decoders, models, pre_tokenizers
+from tokenizers import Tokenizer as Encoder
+
+from stemserve.service.call_status import CallStatus
+from stemserve.service.client import OPTIONS, Client
+from stemserve.service.limits import Limits
+from stemserve.service.metrics import Metrics
+from stemserve.service.services import Services
+from stemserve.service.token_bytes import token_bytes
+from stemserve.service.tokenizer import Encoders, Tokenizer
+
+BYTE_VOCABULARY = 258
+BOS_ID = 256
+EOS_ID = 257
+
+
+@dataclass(frozen=True, kw_only=True)
+class Served:
+    client: Client
+    channel: grpc.aio.Channel
+    engine: BigramEngine
+    registry: CollectorRegistry
+
+    def metric(self, name: str, **labels: str) -> float:
+        return self.registry.get_sample_value(f"stemserve_{name}", labels) or 0.0
+
+
+def byte_encoder() -> Encoder:
+    """One token a byte, then BOS and EOS."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    encoder = Encoder(models.BPE(vocab={c: i for i, c in enumerate(alphabet)}, merges=[]))
+    encoder.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    encoder.decoder = decoders.ByteLevel()
+    encoder.add_special_tokens([AddedToken("<bos>", special=True), AddedToken("<eos>")])
+    return encoder
+
+
+def byte_tokenizer(*, adds_bos: bool = False) -> Tokenizer:
+    encoder = byte_encoder()
+    return Tokenizer(
+        encoders=Encoders(front=encoder, continuation=encoder),
+        token_bytes=token_bytes(encoder),
+        bos_id=BOS_ID if adds_bos else None,
+        eos_ids=frozenset({EOS_ID}),
+    )
+
+
+def fixed_tokens(*texts: bytes, eos_id: int | None = None) -> Tokenizer:
+    """Tokens of given texts; it cannot encode."""
+    eos_ids = frozenset[int]() if eos_id is None else frozenset({eos_id})
+    return Tokenizer(encoders=None, token_bytes=texts, eos_ids=eos_ids)
+
+
+@asynccontextmanager
+async def serving(
+    engine: BigramEngine,
+    tokenizer: Tokenizer | None = None,
+    *,
+    limits: Limits | None = None,
+) -> AsyncGenerator[Served, None]:
+    limits = limits or Limits()
+    registry = CollectorRegistry()
+    metrics = Metrics(registry)
+    options = [
+        ("grpc.max_receive_message_length", limits.max_message_bytes),
+        ("grpc.max_send_message_length", limits.max_message_bytes),
+    ]
+    server = grpc.aio.server(interceptors=[CallStatus(metrics)], options=options)
+    with ThreadPoolExecutor(1) as executor:
+        Services(
+            engine,
+            tokenizer=tokenizer or byte_tokenizer(),
+            executor=executor,
+            limits=limits,
+            metrics=metrics,
+        ).add_to(server)
+        target = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
+        await server.start()
+        async with Client(target) as client, grpc.aio.insecure_channel(target, OPTIONS) as channel:
+            yield Served(client=client, channel=channel, engine=engine, registry=registry)
+        await server.stop(None)

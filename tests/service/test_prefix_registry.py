@@ -1,0 +1,117 @@
+"""Registered prefixes: owners, lifetimes and bounds, with a clock that the test moves."""
+
+import numpy as np
+import pytest
+
+from stemserve.service.errors import PrefixesFull, PrefixExists, PrefixNotFound
+from stemserve.service.prefix_registry import PrefixRegistry, RegisteredPrefix, RegistryBounds
+from stemserve.service.request import Int32
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def ids(*tokens: int) -> Int32:
+    return np.array(tokens, dtype=np.int32)
+
+
+def make(clock: Clock, bounds: RegistryBounds | None = None) -> PrefixRegistry:
+    return PrefixRegistry(bounds or RegistryBounds(default_ttl_s=10.0), clock=clock)
+
+
+def add(
+    registry: PrefixRegistry, prefix_id: str, *tokens: int, owner: str = "", ttl_s: float = 0.0
+) -> RegisteredPrefix:
+    return registry.register(owner, prefix_id, ids(*tokens), parent_id="", ttl_s=ttl_s)
+
+
+def test_the_same_content_gets_the_same_id() -> None:
+    registry = make(Clock())
+    assert add(registry, "", 1, 2).prefix_id == add(registry, "", 1, 2).prefix_id
+    assert add(registry, "", 1, 2).prefix_id != add(registry, "", 2, 1).prefix_id
+
+
+def test_other_content_under_a_known_id_is_refused() -> None:
+    registry = make(Clock())
+    add(registry, "a", 1)
+    with pytest.raises(PrefixExists, match="'a'"):
+        add(registry, "a", 2)
+    assert registry.get("", "a").tokens.tolist() == [1]
+
+
+def test_a_prefix_stays_until_its_last_owner_releases_it() -> None:
+    registry = make(Clock())
+    add(registry, "a", 1)
+    add(registry, "a", 1)
+    registry.release("", "a")
+    assert registry.get("", "a").tokens.tolist() == [1]
+    registry.release("", "a")
+    with pytest.raises(PrefixNotFound):
+        registry.get("", "a")
+
+
+def test_a_prefix_expires_when_it_was_not_used_for_its_ttl() -> None:
+    clock = Clock()
+    registry = make(clock)
+    add(registry, "a", 1)
+    clock.now += 9
+    registry.use("", "a")
+    clock.now += 9
+    registry.get("", "a")
+    clock.now += 1
+    with pytest.raises(PrefixNotFound):
+        registry.use("", "a")
+    assert len(registry) == 0
+
+
+def test_renew_changes_the_ttl_only_when_asked() -> None:
+    registry = make(Clock())
+    add(registry, "a", 1, ttl_s=5)
+    assert registry.renew("", "a", ttl_s=0).ttl_s == 5
+    assert registry.renew("", "a", ttl_s=7).expires_s == 107
+
+
+def test_registering_again_keeps_the_longer_ttl() -> None:
+    registry = make(Clock())
+    add(registry, "a", 1, ttl_s=50)
+    assert add(registry, "a", 1, ttl_s=5).ttl_s == 50
+
+
+def test_without_a_default_ttl_a_prefix_never_expires() -> None:
+    clock = Clock()
+    registry = make(clock, RegistryBounds(default_ttl_s=0))
+    add(registry, "a", 1)
+    clock.now += 1e9
+    assert registry.get("", "a").prefix_id == "a"
+
+
+def test_an_owner_sees_no_id_of_another() -> None:
+    registry = make(Clock())
+    add(registry, "a", 1, owner="x")
+    with pytest.raises(PrefixNotFound):
+        registry.get("y", "a")
+    assert registry.page("y", after="", count=10) == ()
+
+
+def test_pages_follow_each_other_by_id() -> None:
+    registry = make(Clock())
+    for name in "dbeac":
+        add(registry, name, 1)
+    first = registry.page("", after="", count=2)
+    second = registry.page("", after="b", count=2)
+    assert [prefix.prefix_id for prefix in (*first, *second)] == ["a", "b", "c", "d"]
+
+
+def test_a_full_registry_refuses_until_something_expires() -> None:
+    clock = Clock()
+    registry = make(clock, RegistryBounds(max_tokens=3, default_ttl_s=10))
+    add(registry, "a", 1, 2)
+    with pytest.raises(PrefixesFull, match="release some"):
+        add(registry, "b", 1, 2)
+    clock.now += 10
+    assert add(registry, "b", 1, 2).prefix_id == "b"

@@ -3,7 +3,7 @@
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Generator
 from contextlib import aclosing, contextmanager
-from typing import Any
+from typing import Any, cast
 
 import grpc
 
@@ -97,5 +97,4 @@ def _refusing(reason: str) -> Handler:
         raise NotReady(reason)
         yield  # makes the function a stream
 
-    handler: Handler = grpc.stream_stream_rpc_method_handler(refuse)
-    return handler
+    return cast(Any, grpc.stream_stream_rpc_method_handler(refuse))

@@ -110,7 +110,7 @@ async def _generate(
         print(json.dumps(as_json(joined), ensure_ascii=False))
     else:
         line = usage_line(joined.usage, joined.timing)
-        Console().print(line, style="dim", markup=False)
+        Console().print(line, style="dim", markup=False, soft_wrap=True)
 
 
 def _print_news(message: inference_pb2.GenerateResponse, samples: JoinedSamples) -> None:

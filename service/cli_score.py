@@ -125,7 +125,9 @@ def _print(
     console.print(_table(request, response))
     for error in response.errors:
         console.print(f"item {error.index}: {error.message}", style="red", markup=False)
-    console.print(usage_line(response.usage, response.timing), style="dim", markup=False)
+    console.print(
+        usage_line(response.usage, response.timing), style="dim", markup=False, soft_wrap=True
+    )
 
 
 def _table(request: inference_pb2.ScoreRequest, response: inference_pb2.ScoreResponse) -> Table:

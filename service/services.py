@@ -4,6 +4,7 @@ import secrets
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any, cast
 
 import grpc
 
@@ -82,6 +83,19 @@ class Services:
         )
 
     def add_to(self, server: grpc.aio.Server) -> None:
-        inference_pb2_grpc.add_InferenceServicer_to_server(self._inference, server)
-        prefixes_pb2_grpc.add_PrefixesServicer_to_server(self._prefixes, server)
-        info_pb2_grpc.add_InfoServicer_to_server(self._info, server)
+        """The server may run already."""
+        running = cast(grpc.aio.Server, _RunningServer(server))
+        inference_pb2_grpc.add_InferenceServicer_to_server(self._inference, running)
+        prefixes_pb2_grpc.add_PrefixesServicer_to_server(self._prefixes, running)
+        info_pb2_grpc.add_InfoServicer_to_server(self._info, running)
+
+
+class _RunningServer:
+    """As the generated code sees a server. Methods are registered by name before a server starts
+    only; generic handlers serve the same methods and may come at any time."""
+
+    def __init__(self, server: grpc.aio.Server) -> None:
+        self.add_generic_rpc_handlers = server.add_generic_rpc_handlers
+
+    def add_registered_method_handlers(self, service: str, handlers: Any) -> None:
+        pass

@@ -1,0 +1,318 @@
+"""Engine, step loop, batcher and supervisor over real worker processes that compute nothing."""
+
+import asyncio
+import os
+import queue
+import signal
+import time
+from collections.abc import Callable
+from itertools import count
+from typing import Any
+
+import numpy as np
+import pytest
+
+from stemserve.proto.v1 import worker_pb2
+from stemserve.service.batcher import Batcher, BatcherLimits
+from stemserve.service.errors import DeadlinePassed, EngineFault, NotReady
+from stemserve.service.health import Health
+from stemserve.service.request import (
+    GenerateChunk,
+    GenerateJob,
+    SamplerSpec,
+    ScoreJob,
+    WorkerFacts,
+)
+from stemserve.service.step_commands import Inbox
+from stemserve.service.step_loop import StepLoop
+from stemserve.service.threaded_engine import ThreadedEngine
+from stemserve.service.worker_client import WorkerUnreachable
+from stemserve.service.worker_process import WorkerProcess
+from stemserve.service.worker_supervisor import RestartPolicy, WorkerHost, WorkerSupervisor
+
+Command = Callable[..., list[str]]
+PATIENCE_S = 60.0
+NUMBERS = count()
+EMPTY = np.zeros(0, np.int32)
+
+
+def score_job(*, items: int = 2, deadline: float | None = None) -> ScoreJob:
+    units = np.arange(items, dtype=np.int32)
+    indptr = np.arange(items + 1, dtype=np.int32)
+    return ScoreJob(
+        request_id=f"score-{next(NUMBERS)}",
+        contexts=(np.arange(20, dtype=np.int32),),
+        unit_tokens=units,
+        unit_indptr=indptr,
+        unit_context=np.zeros(items, np.int32),
+        gather_unit=units,
+        gather_offset=np.zeros(items, np.int32),
+        gather_indptr=indptr,
+        gather_ids=np.full(items, 7, np.int32),
+        deadline=deadline,
+    )
+
+
+def generate_job(*, tokens: int = 8, samples: int = 1) -> GenerateJob:
+    sampler = SamplerSpec(
+        temperature=1.0,
+        top_k=0,
+        top_p=1.0,
+        min_p=0.0,
+        seed=0,
+        bias_ids=EMPTY,
+        bias_values=np.zeros(0, np.float32),
+        banned_ids=EMPTY,
+        min_new_tokens=0,
+        top_logprobs=0,
+    )
+    return GenerateJob(
+        request_id=f"generate-{next(NUMBERS)}",
+        prompt=np.arange(1, 6, dtype=np.int32),
+        samplers=(sampler,) * samples,
+        max_new_tokens=tokens,
+        stop_ids=frozenset(),
+    )
+
+
+class SlowBatcher(Batcher):
+    """Takes 20 ms to plan a step."""
+
+    def plan_step(self) -> worker_pb2.StepPlan | None:
+        plan = super().plan_step()
+        if plan is not None:
+            time.sleep(0.02)
+        return plan
+
+
+class BrokenBatcher(Batcher):
+    def plan_step(self) -> worker_pb2.StepPlan | None:
+        if self.load().queued_requests:
+            raise RuntimeError("a bug in the plan")
+        return None
+
+
+class Restarts:
+    def __init__(self) -> None:
+        self.count = 0
+
+    def worker_up(self, up: bool) -> None:
+        pass
+
+    def worker_restarted(self, reason: str) -> None:
+        self.count += 1
+
+
+class Rig:
+    """All that is between the servicers and a worker."""
+
+    def __init__(
+        self,
+        commands: list[list[str]],
+        *,
+        make_batcher: type[Batcher] = Batcher,
+        max_failed_starts: int = 3,
+    ) -> None:
+        """The first worker is the first command, and so on; the last command is repeated."""
+        inbox: Inbox = queue.SimpleQueue()
+        self._commands = commands
+        self._supervising: asyncio.Task[None] | None = None
+        self.hosts: list[WorkerProcess] = []
+        self.restarts = Restarts()
+        self.engine = ThreadedEngine(inbox)
+        self.health = Health([], note_serving=lambda serving: None)
+        self.health.open()
+        self.step_loop = StepLoop(
+            inbox,
+            make_batcher=lambda facts: make_batcher(facts, BatcherLimits(), clock=time.monotonic),
+            observe=lambda result, load: None,
+            step_timeout_s=PATIENCE_S,
+        )
+        self.supervisor = WorkerSupervisor(
+            self._launch,
+            inbox=inbox,
+            engine=self.engine,
+            health=self.health,
+            metrics=self.restarts,
+            policy=RestartPolicy(first_delay_s=0.01, max_failed_starts=max_failed_starts),
+        )
+
+    def _launch(self) -> WorkerHost:
+        self.hosts.append(WorkerProcess(self._commands[0]))
+        if len(self._commands) > 1:
+            del self._commands[0]
+        return self.hosts[-1]
+
+    async def __aenter__(self) -> "Rig":
+        self.step_loop.start(deliver=self.engine.deliver, worker_lost=self.supervisor.worker_lost)
+        return self
+
+    async def __aexit__(self, *raised: object) -> None:
+        if self._supervising is not None:
+            self._supervising.cancel()
+            await asyncio.wait([self._supervising])
+        await self.supervisor.close()
+        self.step_loop.stop()
+
+    async def run(self) -> WorkerFacts:
+        return await self.supervisor.start()
+
+    def supervise(self) -> None:
+        self._supervising = asyncio.create_task(self.supervisor.supervise())
+
+    async def until_serving(self, serving: bool) -> None:
+        async with asyncio.timeout(PATIENCE_S):
+            while self.health.serving != serving:
+                await asyncio.sleep(0.005)
+
+    def kill_worker(self) -> None:
+        os.kill(self.hosts[-1].pid, signal.SIGKILL)
+
+    async def generate(self, job: GenerateJob) -> list[GenerateChunk]:
+        return [chunk async for chunk in self.engine.generate(job)]
+
+
+async def test_jobs_are_answered_in_the_sizes_they_asked_for(
+    fake_worker_command: Command,
+) -> None:
+    async with Rig([fake_worker_command()]) as rig:
+        with pytest.raises(NotReady, match="loading"):
+            await rig.engine.score(score_job())
+        await rig.run()
+        scored, chunks = await asyncio.gather(
+            rig.engine.score(score_job(items=5)), rig.generate(generate_job(tokens=6, samples=3))
+        )
+    assert scored.gather_logprobs.tolist() == [-1.0] * 5
+    tokens = [token for chunk in chunks for token in chunk.tokens]
+    assert len(tokens) == 18
+    assert chunks[-1].usage is not None
+
+
+async def test_a_worker_of_50_ms_is_never_idle_while_planning_takes_20_ms(
+    fake_worker_command: Command, tmp_path: object
+) -> None:
+    log = f"{tmp_path}/steps"
+    command = fake_worker_command("--step-seconds", 0.05, "--step-log", log)
+    async with Rig([command], make_batcher=SlowBatcher) as rig:
+        await rig.run()
+        await rig.generate(generate_job(tokens=30))
+    with open(log) as lines:
+        starts = [float(line.split()[0]) for line in lines]
+    between = np.diff(starts)
+    assert len(between) >= 25
+    # One step in flight would give 70 ms; the quantile leaves room for a busy machine.
+    assert np.quantile(between, 0.3) <= 0.055
+
+
+async def test_a_worker_killed_in_mid_step_fails_its_calls_and_is_replaced(
+    fake_worker_command: Command,
+) -> None:
+    commands = [fake_worker_command("--step-seconds", 0.5), fake_worker_command()]
+    async with Rig(commands) as rig:
+        await rig.run()
+        rig.supervise()
+        calls: list[asyncio.Future[Any]] = [
+            asyncio.create_task(rig.generate(generate_job(tokens=1000))),
+            asyncio.create_task(rig.engine.score(score_job(items=1000))),
+        ]
+        await asyncio.sleep(0.2)
+        rig.kill_worker()
+        failures: list[Any] = await asyncio.gather(*calls, return_exceptions=True)
+        assert [type(failure) for failure in failures] == [NotReady, NotReady]
+        assert not rig.health.serving
+        with pytest.raises(NotReady, match="is being restarted; retry"):
+            await rig.engine.score(score_job())
+        await rig.until_serving(True)
+        assert (await rig.engine.score(score_job(items=3))).gather_logprobs.tolist() == [-1.0] * 3
+        assert rig.restarts.count == 1
+
+
+async def test_a_worker_that_dies_while_idle_is_replaced(fake_worker_command: Command) -> None:
+    async with Rig([fake_worker_command()]) as rig:
+        await rig.run()
+        rig.supervise()
+        rig.kill_worker()
+        await rig.until_serving(False)
+        await rig.until_serving(True)
+        await rig.engine.score(score_job())
+
+
+async def test_a_worker_that_cannot_start_says_why(fake_worker_command: Command) -> None:
+    async with Rig([fake_worker_command("--exit-code", 7)]) as rig:
+        with pytest.raises(WorkerUnreachable, match="ended with exit code 7"):
+            await rig.run()
+
+
+async def test_restarts_end_after_the_allowed_failures(fake_worker_command: Command) -> None:
+    commands = [fake_worker_command(), fake_worker_command("--exit-code", 7)]
+    async with Rig(commands, max_failed_starts=2) as rig:
+        await rig.run()
+        rig.kill_worker()
+        with pytest.raises(WorkerUnreachable, match="gave up after 2 failed starts"):
+            await rig.supervisor.supervise()
+        assert rig.restarts.count == 2
+
+
+async def test_a_bug_in_the_plan_fails_the_calls_and_health(fake_worker_command: Command) -> None:
+    async with Rig([fake_worker_command()], make_batcher=BrokenBatcher) as rig:
+        await rig.run()
+        with pytest.raises(EngineFault, match="a bug in the plan"):
+            await rig.engine.score(score_job())
+        assert not rig.health.serving
+
+
+@pytest.mark.parametrize("how", ["cancelled", "closed"])
+async def test_a_call_that_is_left_is_planned_no_more(
+    fake_worker_command: Command, how: str
+) -> None:
+    async with Rig([fake_worker_command("--step-seconds", 0.01)]) as rig:
+        await rig.run()
+        stream = rig.engine.generate(generate_job(tokens=4000, samples=4))
+        await anext(stream)
+        if how == "closed":
+            await stream.aclose()
+        else:
+            waiting = asyncio.ensure_future(anext(stream))
+            await asyncio.sleep(0)
+            waiting.cancel()
+            await asyncio.wait([waiting])
+        async with asyncio.timeout(PATIENCE_S):
+            # Its last steps may still be in flight, and their pages with them.
+            while (load := await rig.engine.load()).running_requests or load.used_pages:
+                await asyncio.sleep(0.01)
+        assert rig.engine.running_jobs == 0
+
+
+async def test_a_deadline_ends_a_call_behind_a_long_step(fake_worker_command: Command) -> None:
+    async with Rig([fake_worker_command("--step-seconds", 2.0)]) as rig:
+        await rig.run()
+        long = asyncio.create_task(rig.engine.score(score_job()))
+        await asyncio.sleep(0.1)
+        started = time.monotonic()
+        with pytest.raises(DeadlinePassed):
+            await rig.engine.score(score_job(deadline=started + 0.1))
+        assert time.monotonic() - started < 1.5
+        await long
+
+
+async def test_explain_asks_the_worker_and_runs_nothing(
+    fake_worker_command: Command, tmp_path: object
+) -> None:
+    log = f"{tmp_path}/steps"
+    async with Rig([fake_worker_command("--step-log", log)]) as rig:
+        await rig.run()
+        steps = await rig.engine.explain(score_job(items=4))
+    assert [len(answer.groups) for _, answer, _ in steps] == [1] * len(steps)
+    assert len(steps) >= 1
+    assert not os.path.exists(log)
+
+
+async def test_a_draining_engine_finishes_what_runs(fake_worker_command: Command) -> None:
+    async with Rig([fake_worker_command("--step-seconds", 0.02)]) as rig:
+        await rig.run()
+        running = asyncio.create_task(rig.generate(generate_job(tokens=10)))
+        await asyncio.sleep(0.05)
+        rig.engine.drain()
+        with pytest.raises(NotReady, match="shutting down"):
+            await rig.engine.score(score_job())
+        assert sum(len(chunk.tokens) for chunk in await running) == 10

@@ -1,11 +1,12 @@
-"""The cost table of the device: given, shipped with the kernels, or probed at the start."""
+"""The cost table of the device: given, shipped with the kernels, or measured at the start."""
 
 import logging
-import re
+import time
 from pathlib import Path
 
 import torch
 
+from stemserve.kernels.calibration import device_name, measure_cost_table
 from stemserve.kernels.cost_model import (
     CostTable,
     CostTableError,
@@ -14,28 +15,43 @@ from stemserve.kernels.cost_model import (
 )
 from stemserve.kernels.layout import HeadShape
 from stemserve.worker.config import ConfigError
+from stemserve.worker.models.weights import Progress
 
 log = logging.getLogger(__name__)
 
 
 def device_costs(
-    path: Path | None, heads: HeadShape, dtype: torch.dtype, device: torch.device
+    path: Path | None,
+    heads: HeadShape,
+    dtype: torch.dtype,
+    device: torch.device,
+    progress: Progress,
 ) -> CostTable:
+    """Raises ConfigError if the given table cannot be read."""
     if path is not None:
-        return _given(path).scaled(heads)
-    table = shipped_cost_table(device_name(device))
-    return table.scaled(heads)
+        table = given_table(path)
+        log.info("costs: %s, measured on %s", path, table.device)
+        return table.scaled(heads)
+    name = device_name(device)
+    shipped = shipped_cost_table(name)
+    if shipped is not None and shipped.dtype == _type_name(dtype):
+        log.info("costs: the table that comes with the kernels for %s", name)
+        return shipped.scaled(heads)
+    log.info("costs: no table for %s with %s; measuring", name, _type_name(dtype))
+    started = time.perf_counter()
+    table = measure_cost_table(heads, device, dtype, progress)
+    log.info(
+        "costs: measured in %.1f s; --cost-table saves the time", time.perf_counter() - started
+    )
+    return table
 
 
-def device_name(device: torch.device) -> str:
-    """As the shipped tables are named: cpu, nvidia-h200."""
-    if device.type == "cpu":
-        return "cpu"
-    return re.sub(r"[^a-z0-9]+", "-", torch.cuda.get_device_name(device).lower()).strip("-")
-
-
-def _given(path: Path) -> CostTable:
+def given_table(path: Path) -> CostTable:
     try:
         return load_cost_table(path)
     except (OSError, UnicodeDecodeError, CostTableError) as error:
         raise ConfigError(f"--cost-table {path}: {error}") from error
+
+
+def _type_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

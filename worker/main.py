@@ -56,7 +56,7 @@ def main(arguments: Sequence[str]) -> int:
 def _run(config: WorkerConfig, lifetime: Lifetime) -> int:
     started = time.perf_counter()
     log.info("loading %s", config.model)
-    parts = make_parts(config, _progress(lifetime))
+    parts = make_parts(config, _progress(lifetime), lifetime.check)
     facts = parts.facts
     log.info(
         "%s (%s, %s on %s) is ready after %.1f s",

@@ -14,6 +14,8 @@ from stemserve.worker.result import LaunchedStep
 from stemserve.worker.runner import ModelRunner
 from stemserve.worker.step_thread import Outcome, StepThread, failed_step
 
+HANDOVER_S = 1.0  # for a cancelled stream to end before the next
+
 _Outcomes = queue.SimpleQueue[Outcome | None]  # None: the stream ends
 
 
@@ -47,7 +49,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServicer):
     def Run(
         self, request_iterator: Iterator[worker_pb2.RunRequest], context: grpc.ServicerContext
     ) -> Iterator[worker_pb2.RunResponse]:
-        if not self._stream_lock.acquire(blocking=False):
+        if not self._stream_lock.acquire(timeout=HANDOVER_S):
             # Two services would write into the same pages.
             _abort(context, grpc.StatusCode.FAILED_PRECONDITION, "another service runs steps here")
         try:

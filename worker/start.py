@@ -2,6 +2,7 @@
 
 import logging
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import assert_never
 
@@ -36,8 +37,8 @@ class Parts:
     facts: worker_pb2.DescribeResponse
 
 
-def make_parts(config: WorkerConfig, progress: Progress) -> Parts:
-    """Raises ConfigError or ModelError."""
+def make_parts(config: WorkerConfig, progress: Progress, check: Callable[[], None]) -> Parts:
+    """`check` may raise to end the start. Raises ConfigError or ModelError."""
     device = pick_device(config.device)
     if config.threads is not None:
         torch.set_num_threads(config.threads)
@@ -49,7 +50,7 @@ def make_parts(config: WorkerConfig, progress: Progress) -> Parts:
         progress=progress,
     )
     heads = model.config.heads
-    costs = device_costs(config.cost_table, heads, model.dtype, device)
+    costs = device_costs(config.cost_table, heads, model.dtype, device, lambda *_: check())
     available = strategies(heads, device=device, costs=costs)
     pool = _make_pool(config, model)
     limits = _limits(config, model, pool.shape)

@@ -5,7 +5,6 @@ from dataclasses import dataclass
 
 import numpy as np
 import pytest
-import torch
 from tests.worker.plans import PlanBuilder
 from tests.worker.tiny_model import CPU
 from torch import Tensor
@@ -196,6 +195,7 @@ def real() -> Dispatcher:
         query_heads=SHAPE.query_heads,
         kv_heads=SHAPE.kv_heads,
         head_dim=SHAPE.head_dim,
+        threads=1,
         libraries={},
         launch_seconds=5e-5,
         rows=rows,
@@ -232,7 +232,6 @@ def test_the_prediction_of_the_choice_is_the_least(real: Dispatcher) -> None:
 
 
 def test_the_plan_does_the_work_that_was_priced(real: Dispatcher) -> None:
-    torch.set_num_threads(1)
     (choice,) = real.choose(decode_forest(prefix_pages=20, sequences=3))
     work = choice.strategy.work(choice.group.layout)
     planned = choice.strategy.plan(choice.group.layout).work

@@ -1,6 +1,5 @@
 """Steps of a small model, against transformers with one sequence at a time."""
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -28,14 +27,6 @@ PREFIX_TOKENS = 37  # nine pages of four and one token
 FULL_PAGES = range(9)
 TAIL_PAGE = 9
 ITEM_LENGTHS = (1, 5, 2)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="module")

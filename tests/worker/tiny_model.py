@@ -30,6 +30,7 @@ COSTS = CostTable(
     query_heads=4,
     kv_heads=2,
     head_dim=8,
+    threads=1,
     libraries={},
     launch_seconds=1e-7,
     rows=(1, 1024),

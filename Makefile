@@ -8,7 +8,7 @@ STAMP := $(VENV)/.installed
 PROTO_VENV := .venv-proto
 PROTOS := $(sort $(wildcard proto/v1/*.proto))
 
-.PHONY: install model demo test check proto proto-check wheel clean
+.PHONY: install model demo test bench-cpu bench-ranking check proto proto-check wheel clean
 
 install: $(STAMP)
 
@@ -33,6 +33,13 @@ demo: $(STAMP) $(MODEL)
 
 test: $(STAMP) $(MODEL)
 	$(BIN)/pytest -m "not gpu"
+
+# Options in ARGS, such as ARGS=--quick; ARGS=--help lists them.
+bench-cpu: $(STAMP) $(MODEL)
+	PYTHONPATH=benchmarks $(BIN)/python benchmarks/bench_cpu.py $(ARGS)
+
+bench-ranking: $(STAMP) $(MODEL)
+	PYTHONPATH=benchmarks $(BIN)/python benchmarks/bench_ranking.py $(ARGS)
 
 check: $(STAMP) proto-check
 	$(BIN)/ruff check .

@@ -3,6 +3,7 @@
 import copy
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -12,7 +13,6 @@ from torch import Tensor
 from transformers import (
     DynamicCache,
     LlamaForCausalLM,
-    PretrainedConfig,
     StaticCache,
 )
 from workloads import Int32, ScoreWorkload
@@ -42,6 +42,22 @@ class TransformersPeer:
         self.model(torch.from_numpy(prefix).long()[None], cache=cache, logits_to_keep=1)
         return cache
 
+    def repeated(self, cache: DynamicCache, *, batch: int) -> DynamicCache:
+        """A cache of `batch` rows with a copy of the keys and values for each; a step grows it."""
+        wide = copy.deepcopy(cache)
+        wide.batch_repeat_interleave(batch)
+        return wide
+
+    @torch.inference_mode()
+    def preallocated(self, cache: DynamicCache, *, batch: int, room: int) -> StaticCache:
+        """The same, with room for more tokens: a step writes in place."""
+        wide = StaticCache(
+            config=self.model.config, max_cache_len=int(cache.get_seq_length()) + room
+        )
+        for layer, (keys, values, *_) in enumerate(cache):
+            wide.update(keys.expand(batch, -1, -1, -1), values.expand(batch, -1, -1, -1), layer)
+        return wide
+
     @torch.inference_mode()
     def score_items(self, workload: ScoreWorkload, cache: DynamicCache | StaticCache) -> Float32:
         """The items alone, over a cache of the prefix that is already as wide as the batch."""
@@ -61,35 +77,25 @@ class TransformersPeer:
 
     @torch.inference_mode()
     def decode(
-        self, cache: DynamicCache | StaticCache, first: Tensor, *, steps: int
-    ) -> tuple[Tensor, Tensor, list[float]]:
-        """Greedy from `first` [batch]: tokens [steps, batch], log-probabilities, seconds a step."""
-        token, tokens, logprobs, seconds = first[:, None], [], [], []
+        self, cache: DynamicCache | StaticCache, first: Sequence[int], *, steps: int
+    ) -> "Decoded":
+        """Greedy steps of a batch whose rows continue with `first`."""
+        token = torch.tensor(first)[:, None]
+        logprobs: list[Tensor] = []
+        seconds: list[float] = []
         for _ in range(steps):
             started = time.perf_counter()
             logits = self.model(token, cache=cache).logits[:, -1]
             token = logits.argmax(-1, keepdim=True)
             seconds.append(time.perf_counter() - started)
-            tokens.append(token[:, 0])
             logprobs.append(logits.log_softmax(-1).gather(-1, token)[:, 0])
-        return torch.stack(tokens), torch.stack(logprobs), seconds
+        return Decoded(logprobs=torch.stack(logprobs).numpy(), seconds=seconds)
 
 
-def repeated(cache: DynamicCache, batch: int) -> DynamicCache:
-    """A cache of `batch` rows with a copy of the keys and values for each."""
-    wide = copy.deepcopy(cache)
-    wide.batch_repeat_interleave(batch)
-    return wide
-
-
-def preallocated(
-    cache: DynamicCache, config: PretrainedConfig, *, batch: int, room: int
-) -> StaticCache:
-    """As `repeated`, but with `room` for more tokens, so that a step copies nothing."""
-    wide = StaticCache(config=config, max_cache_len=cache.get_seq_length() + room)
-    for i, (keys, values, *_) in enumerate(cache):
-        wide.update(keys.expand(batch, -1, -1, -1), values.expand(batch, -1, -1, -1), i)
-    return wide
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Decoded:
+    logprobs: Float32  # [steps, batch] of the most likely token
+    seconds: list[float]  # of each step
 
 
 def _label_probabilities(logits: Tensor, label_ids: Sequence[int]) -> Float32:

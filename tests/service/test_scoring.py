@@ -261,6 +261,13 @@ async def test_a_call_of_empty_items_only_is_answered_without_the_engine() -> No
     assert len(response.errors) == 2
 
 
+async def test_a_likelihood_of_an_empty_item_only_is_answered() -> None:
+    response = await answer(BigramEngine(), make_call(likelihood(token_logprobs=True), [ids()]))
+    assert np.isnan(response.scores).all()
+    assert list(response.is_greedy) == [False]
+    assert list(response.token_logprob_offsets) == [0, 0]
+
+
 async def test_outputs_that_are_not_finite_are_an_error_of_the_item() -> None:
     engine = BigramEngine()
     engine.failed_units = [1]

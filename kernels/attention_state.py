@@ -28,9 +28,11 @@ def merge_states(
 ) -> AttentionState:
     """Combine attention over disjoint key sets into attention over their union.
 
-    A row that no part sees gets out 0 and lse -inf. (The merge of FlashAttention's split-KV and of
+    A row that no part sees gets out 0 and lse -inf; some kernels mark such a row with +inf, so a
+    part with +inf counts as empty too. (The merge of FlashAttention's split-KV and of
     FlashInfer's cascade; POR in the CoDec paper.)
     """
+    lses = torch.where(torch.isposinf(lses), -torch.inf, lses)
     peak = lses.amax(dim=0)
     peak = torch.where(torch.isneginf(peak), torch.zeros_like(peak), peak)
     weights = (lses - peak).exp()

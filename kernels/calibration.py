@@ -4,6 +4,7 @@ import re
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import product
 
 import numpy as np
 import torch
@@ -72,7 +73,7 @@ def measure_cost_table(
 ) -> CostTable:
     """About 15 s on one thread of a CPU for 9 query heads of 64."""
     bench = Bench(shape=shape, device=device, dtype=dtype)
-    points = list(np.ndindex(len(grid.rows), len(grid.kv_tokens)))
+    points = list(product(range(len(grid.rows)), range(len(grid.kv_tokens))))
     seconds = np.full((len(grid.rows), len(grid.kv_tokens)), np.inf)
     launch_s = np.inf
     for run in range(PASSES):

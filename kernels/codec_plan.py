@@ -88,6 +88,8 @@ def split_counts(rows: Int32, tokens: Int32, costs: CostTable, limits: CodecLimi
     longest = -(-units[:, None] // counts) * limits.align_tokens
     part_tokens = int32(np.minimum(longest, tokens[:, None]))
     seconds = costs.block_seconds(rows[:, None], part_tokens) + costs.launch_seconds
+    # Parts together are never cheaper than the whole, whatever the noise of the table says.
+    seconds = np.maximum(seconds, seconds[:, :1] / counts)
     seconds[counts > most[:, None]] = np.inf
 
     def fewest(bound: float) -> tuple[Int32, bool]:

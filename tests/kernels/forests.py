@@ -1,4 +1,4 @@
-"""Random layouts, with keys and values to go with them."""
+"""Layouts for tests, random or spelt out, with keys and values to go with them."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,14 +13,14 @@ from stemserve.kernels.layout import AttentionLayout, HeadShape, int32
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Node:
-    parent: int
+    parent: int = -1
     tokens: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Segment:
-    node: int
-    rows: int
+    node: int = 0
+    rows: int = 1
     is_item: bool = False
 
 
@@ -30,6 +30,16 @@ class Inputs:
     shape: HeadShape
     q: Tensor
     kv: LayerKV
+
+
+def floats(tensor: Tensor) -> list[float]:  # of one dimension
+    return [float(value) for value in tensor]
+
+
+def head_shape(query_heads: int, kv_heads: int, head_dim: int) -> HeadShape:
+    return HeadShape(
+        query_heads=query_heads, kv_heads=kv_heads, head_dim=head_dim, scale=head_dim**-0.5
+    )
 
 
 def make_layout(
@@ -42,7 +52,9 @@ def make_layout(
     """Pages are handed out in order, or in random order where there is a generator."""
     pages = [-(-node.tokens // page_size) for node in nodes]
     indptr = np.append(0, np.cumsum(pages, dtype=np.int32))
-    order = np.arange(indptr[-1]) if shuffle is None else shuffle.permutation(indptr[-1])
+    order = np.arange(int(indptr[-1]))
+    if shuffle is not None:
+        shuffle.shuffle(order)
     return AttentionLayout(
         page_size=page_size,
         node_parent=int32([node.parent for node in nodes]),
@@ -55,61 +67,110 @@ def make_layout(
     )
 
 
-def used_slots(layout: AttentionLayout) -> Tensor:  # [slots of all nodes]
-    slots: list[np.ndarray[tuple[int, ...], np.dtype[np.int64]]] = [np.empty(0, np.int64)]
+def items_over(prefix: int, lengths: Sequence[int], *, page_size: int = 16) -> AttentionLayout:
+    segments = [Segment(rows=rows, is_item=True) for rows in lengths]
+    return make_layout([Node(tokens=prefix)], segments, page_size=page_size)
+
+
+def used_slots(layout: AttentionLayout) -> Tensor:  # [tokens of all nodes]
+    slots = [torch.empty(0, dtype=torch.int64)]
     for node in range(layout.num_nodes):
-        token = np.arange(layout.node_tokens[node])
-        page = layout.pages(node)[token // layout.page_size].astype(np.int64)
-        slots.append(page * layout.page_size + token % layout.page_size)
-    return torch.from_numpy(np.concatenate(slots))
+        pages = torch.tensor(layout.pages(node).tolist(), dtype=torch.int64)
+        token = torch.arange(layout.page_size)
+        in_pages = (pages.unsqueeze(1) * layout.page_size + token).flatten()
+        slots.append(in_pages[: int(layout.node_tokens[node])])
+    return torch.cat(slots)
 
 
 def random_inputs(
-    layout: AttentionLayout,
-    shape: HeadShape,
-    rng: np.random.Generator,
-    dtype: torch.dtype = torch.float32,
+    layout: AttentionLayout, shape: HeadShape, seed: int, dtype: torch.dtype = torch.float32
 ) -> Inputs:
     """Slots that hold no token are NaN."""
-    generator = torch.Generator().manual_seed(int(rng.integers(1 << 31)))
+    generator = torch.Generator().manual_seed(seed)
 
     def normal(*size: int) -> Tensor:
         return torch.randn(*size, generator=generator).to(dtype)
 
-    pages = int(layout.node_pages.max(initial=0)) + 2
-    slots = (pages * layout.page_size, shape.kv_heads, shape.head_dim)
     used = used_slots(layout)
-    k, v = torch.full(slots, torch.nan, dtype=dtype), torch.full(slots, torch.nan, dtype=dtype)
-    k[used], v[used] = normal(len(used), *slots[1:]), normal(len(used), *slots[1:])
-    paged = (pages, layout.page_size, *slots[1:])
-    rows = (layout.num_rows, shape.kv_heads, shape.head_dim)
+    heads = (shape.kv_heads, shape.head_dim)
     return Inputs(
         layout=layout,
         shape=shape,
         q=normal(layout.num_rows, shape.query_heads, shape.head_dim),
-        kv=LayerKV(k.view(paged), v.view(paged), normal(*rows), normal(*rows)),
+        kv=LayerKV(
+            paged(layout, normal(len(used), *heads)),
+            paged(layout, normal(len(used), *heads)),
+            normal(layout.num_rows, *heads),
+            normal(layout.num_rows, *heads),
+        ),
     )
 
 
+def z_inputs(layout: AttentionLayout, shape: HeadShape) -> Inputs:
+    """Q is 0 and V[j] is j squared, so a row's answer is the mean of j squared over what it sees.
+
+    j counts the stored tokens node by node, and then the rows of the items.
+    """
+    stored = int(layout.node_tokens.sum())
+    is_own = np.repeat(layout.segment_is_item, layout.segment_rows)
+    own_number = torch.tensor((stored + np.cumsum(is_own) - 1).tolist(), dtype=torch.float32)
+    heads = (shape.kv_heads, shape.head_dim)
+    keys = torch.ones(stored, *heads)
+    squares = torch.arange(stored, dtype=torch.float32).square()[:, None, None].expand(-1, *heads)
+    return Inputs(
+        layout=layout,
+        shape=shape,
+        q=torch.zeros(layout.num_rows, shape.query_heads, shape.head_dim),
+        kv=LayerKV(
+            paged(layout, keys),
+            paged(layout, squares),
+            torch.ones(layout.num_rows, *heads),
+            own_number.square()[:, None, None].repeat(1, *heads),
+        ),
+    )
+
+
+def paged(layout: AttentionLayout, tokens: Tensor) -> Tensor:
+    """The pool that holds the tokens of all nodes, in their order; NaN elsewhere."""
+    pages = int(layout.node_pages.max(initial=0)) + 2
+    slots = torch.full((pages * layout.page_size, *tokens.shape[1:]), torch.nan, dtype=tokens.dtype)
+    slots[used_slots(layout)] = tokens
+    return slots.view(pages, layout.page_size, *tokens.shape[1:])
+
+
 def random_layout(
-    rng: np.random.Generator, *, page_size: int, decode: bool = False, max_tokens: int = 80
+    rng: np.random.Generator, *, page_size: int, decode: bool = False
 ) -> AttentionLayout:
-    """A forest with empty, one-token and branching nodes; segments of all kinds."""
-    parents = [
-        int(rng.integers(-1, node)) if rng.random() < 0.8 else -1
-        for node in range(rng.integers(1, 9))
-    ]
+    """Several trees, with empty, one-token and branching nodes, and segments of all kinds."""
+    count = int(rng.integers(1, 9))
+    parents = [int(rng.integers(-1, n)) if rng.random() < 0.8 else -1 for n in range(count)]
     nodes: list[Node] = []
     for node, parent in enumerate(parents):
-        tokens = int(rng.integers(0, max_tokens)) if rng.random() < 0.8 else int(rng.integers(0, 2))
+        tokens = int(rng.integers(0, 90)) if rng.random() < 0.8 else int(rng.integers(0, 2))
         if node in parents:
             tokens = tokens // page_size * page_size
         nodes.append(Node(parent=parent, tokens=tokens))
     segments: list[Segment] = []
-    for _ in range(rng.integers(1, 12)):
-        node = int(rng.integers(-1, len(nodes)))
-        is_item = not decode and bool(rng.random() < 0.6)
+    for _ in range(int(rng.integers(1, 12))):
         rows = 1 if decode else int(rng.choice([0, 1, 2, 5, 8, 20, 40]))
-        segments.append(Segment(node=node, rows=rows, is_item=is_item))
+        is_item = not decode and bool(rng.random() < 0.6)
+        segments.append(Segment(node=int(rng.integers(-1, count)), rows=rows, is_item=is_item))
     shuffle = rng if rng.random() < 0.5 else None
     return make_layout(nodes, segments, page_size=page_size, shuffle=shuffle)
+
+
+def random_one_prefix_layout(rng: np.random.Generator, *, page_size: int) -> AttentionLayout:
+    """Trees that are one prefix each: a chunk of the context, and items of very uneven lengths."""
+    nodes: list[Node] = []
+    segments: list[Segment] = []
+    for node in range(int(rng.integers(1, 4))):
+        tokens = int(rng.integers(1, 90))
+        nodes.append(Node(tokens=tokens))
+        if rng.random() < 0.6:
+            segments.append(Segment(node=node, rows=int(rng.integers(1, tokens + 1))))
+        lengths = rng.choice([0, 1, 2, 7, 30, 200], size=int(rng.integers(0, 9)))
+        segments += [Segment(node=node, rows=int(rows), is_item=True) for rows in lengths]
+    order = np.argsort(rng.random(len(segments)))
+    shuffle = rng if rng.random() < 0.5 else None
+    mixed = [segments[int(i)] for i in order]
+    return make_layout(nodes, mixed, page_size=page_size, shuffle=shuffle)

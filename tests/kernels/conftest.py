@@ -1,0 +1,23 @@
+"""One thread for torch, and a cost table to plan with."""
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from stemserve.kernels.cost_model import CostTable, shipped_cost_table
+
+
+@pytest.fixture(scope="session", autouse=True)
+def one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="session")
+def costs() -> CostTable:
+    table = shipped_cost_table("cpu")
+    assert table is not None
+    return table

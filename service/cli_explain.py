@@ -96,12 +96,13 @@ def _print(response: info_pb2.ExplainResponse, json_wanted: bool) -> None:
         return
     console = Console()
     console.print(
-        f"{len(response.steps)} steps; {response.cached_tokens} tokens cached, "
+        f"{len(response.steps)} step(s); {response.cached_tokens} tokens cached, "
         f"{response.computed_tokens} to compute"
     )
     for number, step in enumerate(response.steps, start=1):
         console.print(_forest(step, f"step {number}: {step.rows} rows"))
         for group in step.groups:
+            console.print(_title(group), markup=False, soft_wrap=True)
             console.print(_strategies(group))
 
 
@@ -116,17 +117,16 @@ def _forest(step: info_pb2.ExplainedStep, title: str) -> Tree:
     return tree
 
 
-def _strategies(group: info_pb2.AttentionGroup) -> Table:
-    table = Table(
-        title=escape(
-            f"{group.phase}: {group.rows} rows in {group.segments} segments; "
-            f"{kernel_name(group.chosen)} ({group.reason}), "
-            f"{readable_bytes(group.kv_avoided_bytes)} of KV reads avoided"
-        ),
-        title_justify="left",
-        box=None,
-        pad_edge=False,
+def _title(group: info_pb2.AttentionGroup) -> str:
+    return (
+        f"{group.phase}: {group.rows} rows in {group.segments} segments; "
+        f"{kernel_name(group.chosen)} ({group.reason}), "
+        f"{readable_bytes(group.kv_avoided_bytes)} of KV reads avoided"
     )
+
+
+def _strategies(group: info_pb2.AttentionGroup) -> Table:
+    table = Table(box=None, padding=(0, 0, 0, 2))
     table.add_column("strategy")
     table.add_column("predicted", justify="right")
     table.add_column("KV read", justify="right")

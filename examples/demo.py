@@ -1,4 +1,4 @@
-"""Start a real server on the default model and show what sharing a prefix does for ranking and sampling.
+"""Start a real server and show what a shared prefix does for ranking and sampling.
 
 Run it with `make demo`.
 """
@@ -6,9 +6,12 @@ Run it with `make demo`.
 import argparse
 import asyncio
 import json
+import signal
+import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,13 +20,13 @@ import numpy as np
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
-from server_process import running_server
 
 from stemserve.proto.v1 import inference_pb2, prefixes_pb2
 from stemserve.service.client import Client
 from stemserve.service.client_results import Scores, Usage
 
 TEXTS = json.loads((Path(__file__).parent / "documents.json").read_text())
+STOP_TIMEOUT_S = 30.0
 TOLERANCE = 1e-3  # of a sum over a query's tokens
 
 console = Console(width=100, highlight=False)
@@ -41,20 +44,43 @@ def passage(document: dict[str, str]) -> str:
     return f"Passage: {document['text']}\nA question that this passage answers:"
 
 
+def chat(text: str) -> str:
+    """One user turn in the form that the default model was trained on."""
+    return f"<|im_start|>user\n{text}<|im_end|>\n<|im_start|>assistant\n"
+
+
 def usage_cells(usage: Usage, milliseconds: float) -> list[str]:
     saved_mb = usage.kv_avoided_bytes / 1e6
     counts = (usage.cached_tokens, usage.shared_tokens, usage.computed_tokens)
     return [*(f"{count:,}" for count in counts), f"{milliseconds:,.0f}", f"{saved_mb:,.0f}"]
 
 
+TEXT_COLUMNS = ("query", "best two documents", "topic")
 USAGE_COLUMNS = ("cached", "shared", "computed", "ms", "KV MB saved")
 
 
 def table(title: str, columns: Sequence[str]) -> Table:
     made = Table(title=title, title_justify="left", title_style="bold")
     for column in columns:
-        made.add_column(column, justify="left" if column in ("query", "topic", "text") else "right")
+        made.add_column(column, justify="left" if column in TEXT_COLUMNS else "right")
     return made
+
+
+@contextmanager
+def running_server(model: str) -> Generator[str]:
+    """A server on free ports; yields HOST:PORT of gRPC. RuntimeError if it does not start."""
+    command = [str(Path(sys.executable).with_name("stemserve")), "serve", "--model", model]
+    command += ["--port", "0", "--health-port", "0", "--metrics-port", "0"]
+    server = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    try:
+        with console.status("starting the server and loading the model"):
+            line = server.stdout.readline() if server.stdout is not None else ""
+        if "gRPC " not in line:
+            raise RuntimeError(f"the server did not start (exit code {server.wait()})")
+        yield line.partition("gRPC ")[2].partition(",")[0]
+    finally:
+        server.send_signal(signal.SIGTERM)
+        server.wait(STOP_TIMEOUT_S)
 
 
 async def timed(call: Any) -> tuple[Any, float]:
@@ -80,16 +106,16 @@ async def rank_documents(client: Client) -> list[Ranking]:
         )
     shown = table(
         f"{len(documents)} documents ranked by log P(query | document), one call a query",
-        ("query", "first", "second", "third", *USAGE_COLUMNS),
+        ("query", "best two documents", *USAGE_COLUMNS),
     )
     for ranking in rankings:
-        best = np.argsort(-ranking.scores)[:3]
-        names = [f"{documents[i]['title']} {ranking.scores[i]:.1f}" for i in best]
-        shown.add_row(ranking.query, *names, *usage_cells(ranking.usage, ranking.milliseconds))
+        best = np.argsort(-ranking.scores)[:2]
+        names = "\n".join(f"{documents[i]['title']} {ranking.scores[i]:.1f}" for i in best)
+        shown.add_row(ranking.query, names, *usage_cells(ranking.usage, ranking.milliseconds))
     console.print(shown)
     console.print(
-        "The first call computes the documents; the later ones find them in the cache and compute "
-        "only the query,\nplus one row a document to predict the query's first token.\n"
+        "The first call computes the documents. The later ones find them in the cache and compute\n"
+        "the query, and one row a document to predict the query's first token.\n"
     )
     return rankings
 
@@ -162,8 +188,10 @@ async def label_review(client: Client) -> None:
 
 async def sample_stories(client: Client) -> None:
     """Four samples over one prompt, streamed; one message a step brings the tokens of all."""
+    passage_text = TEXTS["documents"][1]["text"]
+    prompt = chat(f"{passage_text}\n\n{TEXTS['question']}")
     request = inference_pb2.GenerateRequest(
-        prompt=inference_pb2.Context(text=TEXTS["story"]),
+        prompt=inference_pb2.Context(text=prompt),
         n=4,
         max_new_tokens=32,
         sampling=inference_pb2.SamplingParams(temperature=0.7, top_p=0.95, seed=7),
@@ -180,22 +208,23 @@ async def sample_stories(client: Client) -> None:
     seconds = time.perf_counter() - start
     if usage is None:
         raise RuntimeError("the stream ended without its usage")
-    console.print("[bold]Four samples over one prompt[/bold]")
+    console.print(
+        "[bold]Four one-sentence summaries of that passage, sampled together over one prompt[/bold]"
+    )
     for text in texts:
         console.print(f"  - {' '.join(text.split())}", markup=False)
     console.print(
         f"  {usage.output_tokens} tokens in {messages} messages, "
-        f"{usage.output_tokens / seconds:.0f} tokens/s; KV read {usage.kv_read_bytes / 1e6:,.0f} MB, "
-        f"saved {usage.kv_avoided_bytes / 1e6:,.0f} MB\n"
+        f"{usage.output_tokens / seconds:.0f} tokens/s, "
+        f"KV MB read {usage.kv_read_bytes / 1e6:,.0f}, saved {usage.kv_avoided_bytes / 1e6:,.0f}\n"
     )
 
 
 async def show(target: str) -> bool:
     async with Client(target) as client:
         model = await client.model()
-        console.print(
-            f"stemserve {model.version}: {model.model}, {model.dtype} on {model.device}\n", style="bold"
-        )
+        about = f"{model.model}, {model.dtype} on {model.device}"
+        console.print(f"[bold]stemserve {model.version}: {about}[/bold]\n")
         rankings = await rank_documents(client)
         difference = await check_one_by_one(client, rankings)
         agrees = difference <= TOLERANCE
@@ -213,7 +242,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", required=True, help="a .gguf file or a Hugging Face folder")
     model = parser.parse_args().model
-    with running_server(model, console) as target:
+    with running_server(model) as target:
         agrees = asyncio.run(show(target))
     console.print("The server has stopped.")
     sys.exit(0 if agrees else 1)

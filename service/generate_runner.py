@@ -14,7 +14,7 @@ from stemserve.service.generate_answer import GenerateAnswer
 from stemserve.service.generation import GenerateEncoder
 from stemserve.service.metrics import Metrics
 from stemserve.service.request import GenerateChunk, GenerateJob
-from stemserve.service.score_runner import timing_message
+from stemserve.service.score_runner import passed, timing_message
 from stemserve.service.tokenizer import Tokenizer
 
 Messages = AsyncGenerator[inference_pb2.GenerateResponse, None]
@@ -59,8 +59,7 @@ class GenerateRunner:
                 async for message in messages:
                     yield message
         except (asyncio.CancelledError, GeneratorExit):
-            passed = deadline is not None and time.monotonic() >= deadline
-            self._metrics.cancelled(call.phase, by_deadline=passed)
+            self._metrics.cancelled(call.phase, by_deadline=passed(deadline))
             raise
 
     async def _follow(

@@ -1,5 +1,6 @@
 """The Inference service."""
 
+import asyncio
 import time
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
@@ -65,6 +66,9 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
             response = await self._score.run(request, owner=ANYONE, deadline=deadline)
             code = grpc.StatusCode.OK
             return response
+        except asyncio.CancelledError:
+            code = grpc.StatusCode.CANCELLED
+            raise
         except RequestError as error:
             code = status_code(error)
             self._metrics.rejected(error)

@@ -77,8 +77,9 @@ def _check_room(limits: Limits, rows: ScoredRows, labels: LabelReads) -> None:
 
 
 def softmax(values: Float64) -> Float64:  # [rows, columns], over columns
-    weights: Float64 = np.exp(values - values.max(axis=1, keepdims=True))
-    return weights / weights.sum(axis=1, keepdims=True)
+    weights = np.exp(values - values.max(axis=1, keepdims=True))
+    normalized: Float64 = weights / weights.sum(axis=1, keepdims=True)
+    return normalized
 
 
 def _each_row(rows: int, units: NDArray[np.int32], per_row: int) -> NDArray[np.int32]:

@@ -12,6 +12,8 @@ from stemserve.service.score_answer import score_response
 from stemserve.service.score_encoder import ScoreEncoder
 from stemserve.service.scoring import ScorePlan, nothing_read, plan_score, score_job
 
+CLOCK_TOLERANCE_S = 0.01  # gRPC ends a call by its own clock
+
 
 class ScoreRunner:
     def __init__(self, encoder: ScoreEncoder, engine: Engine, metrics: Metrics) -> None:
@@ -30,8 +32,7 @@ class ScoreRunner:
             tokenized, phase = time.monotonic(), "prefill"
             result = await self._compute(plan, deadline)
         except asyncio.CancelledError:
-            passed = deadline is not None and time.monotonic() >= deadline
-            self._metrics.cancelled(phase, by_deadline=passed)
+            self._metrics.cancelled(phase, by_deadline=passed(deadline))
             raise
         response = score_response(plan, result)
         self._count(plan, result)
@@ -61,6 +62,10 @@ class ScoreRunner:
         self._metrics.scored(request.WhichOneof("mode") or "", items, result.timing)
         context_tokens = sum(map(len, plan.call.contexts))
         self._metrics.used(result.usage, looked_up_tokens=context_tokens)
+
+
+def passed(deadline: float | None) -> bool:
+    return deadline is not None and time.monotonic() + CLOCK_TOLERANCE_S >= deadline
 
 
 def timing_message(timing: JobTiming, *, started: float, tokenized: float) -> inference_pb2.Timing:

@@ -30,7 +30,8 @@ THREE_TOKENS = np.array([[0.7, 0.2, 0.1], [0.1, 0.6, 0.3], [0.25, 0.25, 0.5]])
 
 def random_bigrams(vocab_size: int, seed: int = 0) -> Float64:
     weights = np.random.default_rng(seed).random((vocab_size, vocab_size)) + 0.01
-    return weights / weights.sum(axis=1, keepdims=True)
+    rows: Float64 = weights / weights.sum(axis=1, keepdims=True)
+    return rows
 
 
 class BigramEngine:
@@ -136,12 +137,12 @@ class BigramEngine:
         unit, offset = job.gather_unit[gather], job.gather_offset[gather]
         if offset >= 0:
             assert job.unit_indptr[unit] + offset < job.unit_indptr[unit + 1]
-            return self._next(job.unit_tokens[job.unit_indptr[unit] + offset])
+            return self._next(int(job.unit_tokens[job.unit_indptr[unit] + offset]))
         context = job.contexts[job.unit_context[unit]]
         assert len(context), "an empty context predicts nothing"
-        return self._next(context[-1])
+        return self._next(int(context[-1]))
 
-    def _next(self, last: int | np.integer) -> Float64:
+    def _next(self, last: int) -> Float64:
         row: Float64 = self.probabilities[last]
         return row
 

@@ -26,6 +26,7 @@ EOS_ID = 257
 
 @dataclass(frozen=True, kw_only=True)
 class Served:
+    target: str
     client: Client
     channel: grpc.aio.Channel
     engine: BigramEngine
@@ -41,7 +42,9 @@ def byte_encoder() -> Encoder:
     encoder = Encoder(models.BPE(vocab={c: i for i, c in enumerate(alphabet)}, merges=[]))
     encoder.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     encoder.decoder = decoders.ByteLevel()
-    encoder.add_special_tokens([AddedToken("<bos>", special=True), AddedToken("<eos>")])
+    encoder.add_special_tokens(  # pyright: ignore[reportUnknownMemberType]
+        [AddedToken("<bos>", special=True), AddedToken("<eos>")]
+    )
     return encoder
 
 
@@ -87,5 +90,7 @@ async def serving(
         target = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
         await server.start()
         async with Client(target) as client, grpc.aio.insecure_channel(target, OPTIONS) as channel:
-            yield Served(client=client, channel=channel, engine=engine, registry=registry)
+            yield Served(
+                target=target, client=client, channel=channel, engine=engine, registry=registry
+            )
         await server.stop(None)

@@ -24,7 +24,7 @@ def test_each_label_token_is_read_after_exactly_the_tokens_before_it(seed: int) 
         assert reads.gather_ids[positions].tolist() == list(label)
         for depth, position in enumerate(positions):
             g = gather[position]
-            suffix = reads.suffixes[reads.gather_suffix[g]]
+            suffix = reads.suffixes[int(reads.gather_suffix[g])]
             assert reads.gather_depth[g] == depth
             assert suffix[:depth].tolist() == list(label[:depth])
 

@@ -43,7 +43,8 @@ def units(engine: BigramEngine, call: int = -1) -> list[list[int]]:
 def context(engine: BigramEngine, call: int = -1) -> list[int]:
     job = engine.jobs[call]
     assert isinstance(job, ScoreJob)
-    return job.contexts[0].tolist()
+    tokens: list[int] = job.contexts[0].tolist()
+    return tokens
 
 
 async def test_text_a_registered_prefix_and_token_ids_give_the_same_job_and_scores() -> None:

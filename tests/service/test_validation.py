@@ -68,10 +68,17 @@ def change(path: str, value: Any) -> Change:
     return apply
 
 
-BAD_SCORES = [
+def clear(name: str) -> Change:
+    def apply(message: Any) -> None:
+        message.ClearField(name)
+
+    return apply
+
+
+BAD_SCORES: list[tuple[str, Change]] = [
     ("request_id", change("request_id", "x" * 300)),
     ("kernel", change("kernel", 99)),
-    ("mode", lambda m: m.ClearField("mode")),
+    ("mode", clear("mode")),
     ("contexts", change("contexts", [inference_pb2.Context()] * 3)),
     ("contexts[0].prefix_id", change("contexts.0.prefix_id", "x" * 300)),
     ("contexts[0].tokens", change("contexts.0.tokens", b"abc")),
@@ -79,7 +86,7 @@ BAD_SCORES = [
     ("query", change("query", "both")),
     ("query", change("item_first", True)),
     ("items", change("items", ["both"])),
-    ("items", lambda m: m.ClearField("item_tokens")),
+    ("items", clear("item_tokens")),
     ("items", change("item_tokens.offsets", [0])),
     ("items", change("item_tokens.offsets", [0, 1, 2, 3, 3])),
     ("item_tokens.tokens", change("item_tokens.tokens", words(1, 2**31, 0))),
@@ -110,10 +117,10 @@ BAD_SCORES = [
     ("label_probabilities.temperature", change("label_probabilities.temperature", -1.0)),
 ]
 
-BAD_GENERATES = [
+BAD_GENERATES: list[tuple[str, Change]] = [
     ("request_id", change("request_id", "x" * 300)),
     ("kernel", change("kernel", -1)),
-    ("prompt", lambda m: m.ClearField("prompt")),
+    ("prompt", clear("prompt")),
     ("prompt[0].tokens", change("prompt.tokens", words(VOCABULARY))),
     ("prompt", change("prompt.tokens", words(*[0] * 51))),
     ("text", change("prompt.text", "x" * 101)),

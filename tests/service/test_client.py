@@ -1,0 +1,55 @@
+"""The client library where there is no server, or not yet."""
+
+import socket
+
+import grpc
+import numpy as np
+import pytest
+from tests.service.bigram_engine import BigramEngine
+from tests.service.serving import serving
+
+from stemserve.proto.v1 import inference_pb2
+from stemserve.service.client import Client
+from stemserve.service.client_errors import ClientError
+
+
+def closed_port() -> int:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port: int = free.getsockname()[1]
+        return port
+
+
+async def test_a_server_that_is_not_there_is_unavailable() -> None:
+    async with Client(f"127.0.0.1:{closed_port()}") as client:
+        with pytest.raises(ClientError) as failure:
+            await client.model()
+        assert failure.value.code is grpc.StatusCode.UNAVAILABLE
+        assert failure.value.message
+
+
+async def test_a_timeout_is_the_deadline_of_each_call() -> None:
+    async with serving(BigramEngine()) as served:
+        served.engine.hold.clear()
+        async with Client(served.target, timeout_s=0.1) as client:
+            with pytest.raises(ClientError) as failure:
+                await client.score_tokens(
+                    [np.zeros(2, dtype=np.int32)], inference_pb2.LogLikelihood()
+                )
+            assert failure.value.code is grpc.StatusCode.DEADLINE_EXCEEDED
+
+
+async def test_top_n_rows_name_their_items_and_plain_rows_are_in_order() -> None:
+    async with serving(BigramEngine()) as served:
+        items = [np.array(item, dtype=np.int32) for item in ([0, 2], [0, 0], [0, 1])]
+        mode = inference_pb2.LogLikelihood(token_logprobs=True)
+        plain = await served.client.score_tokens(items, mode)
+        best = await served.client.score_tokens(
+            items, mode, options=inference_pb2.ScoreRequest(top_n=2)
+        )
+        assert plain.item_index.tolist() == [0, 1, 2]
+        assert best.item_index.tolist() == [1, 2]
+        assert best.scores.tolist() == plain.scores[[1, 2]].tolist()
+        assert [row.tolist() for row in best.token_logprobs] == [
+            plain.token_logprobs[row].tolist() for row in (1, 2)
+        ]

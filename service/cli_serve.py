@@ -8,8 +8,6 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
-from rich.logging import RichHandler
 
 from stemserve.service.cli_failure import fail
 from stemserve.service.config import (
@@ -76,7 +74,7 @@ def serve(
     drain_seconds: Annotated[
         float, _server("After SIGTERM, how long running calls may take to finish.")
     ] = 20.0,
-    log_level: Annotated[str, _server(_choices(LOG_LEVELS))] = "warning",
+    log_level: Annotated[str, _server(_choices(LOG_LEVELS))] = "info",
     worker: Annotated[
         str | None,
         _worker("Use a worker that runs already, and start none.", metavar="HOST:PORT|unix:/PATH"),
@@ -151,30 +149,24 @@ def serve(
 
 
 def _serve(config: ServiceConfig) -> None:
-    console = Console(stderr=True)
     logging.basicConfig(
-        level=config.log_level.upper(),
-        format="%(name)s: %(message)s",
-        handlers=[RichHandler(console=console, show_path=False)],
+        level=config.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s"
     )
     try:
-        model = resolve(config.model, cache_dir=config.model_cache, progress=console.log)
+        model = resolve(config.model, cache_dir=config.model_cache, progress=_progress)
         tokenizer = model_tokenizer(model, dummy=config.worker.load_format == "dummy")
     except ModelNotFound as error:
         fail(str(error))
     except (OSError, ValueError) as error:
         fail(f"model {config.model!r} has no usable tokenizer: {error}")
-    loading = console.status(f"loading {config.model}")
-
-    def announce(ready: Ready) -> None:
-        loading.stop()
-        print(_ready_line(ready), flush=True)
-
     try:
-        with loading:
-            run(config, model, tokenizer, announce=announce)
+        run(config, model, tokenizer, announce=lambda ready: print(_ready_line(ready), flush=True))
     except (PortInUse, WorkerUnreachable) as error:
         fail(str(error))
+
+
+def _progress(line: str) -> None:
+    print(f"stemserve: {line}", file=sys.stderr, flush=True)
 
 
 def _ready_line(ready: Ready) -> str:

@@ -4,6 +4,7 @@ import asyncio
 import gc
 import logging
 import queue
+import sys
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -41,6 +42,7 @@ from stemserve.service.worker_supervisor import (
 )
 
 TOKENIZER_THREADS = 2
+SWITCH_INTERVAL_S = 0.001
 _DRAIN_POLL_S = 0.02
 
 _log = logging.getLogger(__name__)
@@ -90,6 +92,8 @@ def run(
     config: ServiceConfig, model: Path, tokenizer: Tokenizer, *, announce: Callable[[Ready], None]
 ) -> None:
     """Returns after a drain. Raises PortInUse, or WorkerUnreachable."""
+    # The step loop's thread must not wait 5 ms (the default) for a busy RPC loop.
+    sys.setswitchinterval(SWITCH_INTERVAL_S)
     with suppress(Stopped):
         uvloop.run(serve(config, model, tokenizer, announce=announce))
 

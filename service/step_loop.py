@@ -170,10 +170,16 @@ class StepLoop:
             ask.reply.set_result(answer)
 
     def _attach(self, command: Attach) -> None:
+        try:
+            batcher = self._make_batcher(command.facts)
+        except Exception as error:
+            _log.exception("cannot plan for this worker")
+            self._worker_lost(command.generation, f"cannot plan for it: {error!r}")
+            return
         self._attached = _Attached(
             generation=command.generation,
             worker=command.worker,
-            batcher=self._make_batcher(command.facts),
+            batcher=batcher,
             steps_in_flight=max(1, command.facts.steps_in_flight),
         )
 

@@ -22,12 +22,13 @@ async def watch_step_loop(
     health: Health,
     record: Callable[[Load], None],
     *,
+    period_s: float = PERIOD_S,
     patience_s: float = PATIENCE_S,
 ) -> None:
     """Runs until cancelled."""
     alive = True
     while True:
-        await asyncio.sleep(PERIOD_S)
+        await asyncio.sleep(period_s)
         answered = True
         try:
             record(await asyncio.wait_for(engine.load(), patience_s))

@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from stemserve.service.default_model import fetch_default
+
 READY = re.compile(r"stemserve is ready: .*gRPC [^:]+:(\d+), health (\d+), metrics (\d+)")
 FREE_PORTS = ("--port", "0", "--health-port", "0", "--metrics-port", "0")
 STEMSERVE = (sys.executable, "-c", "from stemserve.service.cli import main; main()")
@@ -64,5 +66,7 @@ def start_server(
 
 
 @pytest.fixture(scope="session")
-def repository() -> Path:
-    return Path(__file__).parents[2]
+def default_model() -> Path:
+    """The default model's file, where `make demo` keeps it; fetched if it is not there."""
+    folder = Path(__file__).parents[2] / ".cache" / "models"
+    return fetch_default(folder, progress=lambda line: None)

@@ -37,7 +37,7 @@ from stemserve.service.step_loop import StepLoop
 PATIENCE_S = 30.0
 
 
-def facts(steps_in_flight: int = 2) -> WorkerFacts:
+def facts(steps_in_flight: int = 2, kv_pages: int = 10) -> WorkerFacts:
     return WorkerFacts(
         model="none",
         architecture="none",
@@ -50,7 +50,7 @@ def facts(steps_in_flight: int = 2) -> WorkerFacts:
         kv_heads=1,
         head_dim=1,
         page_size=16,
-        kv_pages=10,
+        kv_pages=kv_pages,
         sampler_slots=4,
         steps_in_flight=steps_in_flight,
         has_lm_head=True,
@@ -74,6 +74,8 @@ class CountingBatcher:
     """A job of k tokens takes k steps; a step holds one token of every job."""
 
     def __init__(self, facts: WorkerFacts) -> None:
+        if not facts.kv_pages:
+            raise ValueError("no pages")
         self.planned: dict[str, int] = {}
         self.done: dict[str, int] = {}
         self.jobs: dict[str, Job] = {}
@@ -288,6 +290,14 @@ def test_a_fault_fails_the_jobs_and_the_thread_lives_on(rig: Rig) -> None:
     assert rig.losses.get(timeout=PATIENCE_S)[0] == 1
     rig.attach(generation=2)
     rig.submit(job("b"))
+    assert rig.next_plan() == 0
+
+
+def test_a_worker_that_cannot_be_planned_for_counts_as_lost(rig: Rig) -> None:
+    rig.inbox.put(Attach(generation=1, worker=rig, facts=facts(kv_pages=0)))
+    assert rig.losses.get(timeout=PATIENCE_S)[0] == 1
+    rig.attach(generation=2)
+    rig.submit(job("a"))
     assert rig.next_plan() == 0
 
 

@@ -1,0 +1,71 @@
+"""Noticing a step loop that hangs."""
+
+import asyncio
+import queue
+from concurrent.futures import Future
+
+from stemserve.service.errors import NotReady
+from stemserve.service.health import Health
+from stemserve.service.request import Load
+from stemserve.service.step_commands import Ask, Inbox
+from stemserve.service.step_monitor import watch_step_loop
+from stemserve.service.threaded_engine import ThreadedEngine
+
+LOAD = Load(
+    queued_requests=1,
+    running_requests=2,
+    queued_tokens=3,
+    free_pages=4,
+    cached_pages=5,
+    used_pages=6,
+)
+
+
+def next_reply(inbox: Inbox) -> Future[Load]:
+    command = inbox.get(timeout=30.0)
+    assert isinstance(command, Ask)
+    assert command.reply.set_running_or_notify_cancel() or command.reply.cancelled()
+    return command.reply
+
+
+async def test_a_step_loop_that_hangs_ends_readiness_and_liveness_until_it_answers() -> None:
+    inbox: Inbox = queue.SimpleQueue()
+    serving: list[bool] = []
+    health = Health([], note_serving=serving.append)
+    health.open()
+    health.set_worker_ready(True)
+    seen: list[Load] = []
+    watching = asyncio.create_task(
+        watch_step_loop(ThreadedEngine(inbox), health, seen.append, period_s=0.01, patience_s=0.05)
+    )
+    async with asyncio.timeout(30):
+        while serving[-1]:
+            await asyncio.sleep(0.01)
+        assert not health.serving
+        while not health.serving:
+            await asyncio.sleep(0)
+            if inbox.qsize():
+                reply = next_reply(inbox)
+                if not reply.cancelled():
+                    reply.set_result(LOAD)
+    watching.cancel()
+    assert seen == [LOAD]
+
+
+async def test_a_step_loop_without_a_worker_is_alive() -> None:
+    inbox: Inbox = queue.SimpleQueue()
+    health = Health([], note_serving=lambda serving: None)
+    watching = asyncio.create_task(
+        watch_step_loop(
+            ThreadedEngine(inbox), health, lambda load: None, period_s=0.001, patience_s=30.0
+        )
+    )
+    for _ in range(3):
+        while not inbox.qsize():
+            await asyncio.sleep(0.001)
+        next_reply(inbox).set_exception(NotReady("no worker"))
+    assert not watching.done()
+    health.open()
+    health.set_worker_ready(True)
+    assert health.serving
+    watching.cancel()

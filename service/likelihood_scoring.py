@@ -21,24 +21,21 @@ class LikelihoodScoring:
     def plan(cls, call: ScoreCall, rows: ScoredRows) -> tuple[Reads, "LikelihoodScoring"]:
         """Token j of a row is read after token j - 1, the first after the context's last token.
 
-        Nothing is read after a row's last token: its unit leaves it out (but keeps one token).
+        Nothing is read after a row's last token; the batcher leaves out such tokens.
         """
-        lengths = rows.sequences.lengths
         first = _first_scored(call, rows)
-        counts = lengths - first
-        units = rows.sequences.heads(np.maximum(lengths - 1, 1))
+        counts = rows.sequences.lengths - first
         indices = slice_indices(rows.sequences.indptr[:-1] + first, counts)
         unit = np.arange(len(rows.items), dtype=np.int32)
         gather_unit = np.repeat(unit, counts)
         ids = rows.sequences.tokens[indices]
         reads = Reads(
-            units=units,
+            units=rows.sequences,
             unit_row=unit,
             gather_unit=gather_unit,
             gather_offset=indices - rows.sequences.indptr[gather_unit] - 1,
             gather_indptr=np.arange(len(ids) + 1, dtype=np.int32),
             gather_ids=ids,
-            spared_tokens=len(rows.sequences.tokens) - len(units.tokens),
         )
         options = call.request.log_likelihood
         return reads, cls(scored_ids=ids, scored_indptr=offsets(counts), options=options)

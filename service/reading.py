@@ -23,7 +23,6 @@ class Reads:
     gather_indptr: Int32
     gather_ids: Int32
     classify: bool = False
-    spared_tokens: int = 0  # tokens of the call that no read needs: no unit holds them
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

@@ -1,7 +1,5 @@
 """Make the answer of a Score call of what the engine read."""
 
-from dataclasses import replace
-
 import grpc
 import numpy as np
 from numpy.typing import NDArray
@@ -32,7 +30,7 @@ def score_response(plan: ScorePlan, result: ScoreResult) -> inference_pb2.ScoreR
         scores=_spread(readout.scores, order).ravel().tolist(),
         item_index=plan.rows.items[order].tolist() if request.top_n else (),
         errors=_item_errors(plan, finite),
-        usage=usage_message(_with_spared(result.usage, plan.reads.spared_tokens)),
+        usage=usage_message(result.usage),
         over_labels=request.label_probabilities.apply_softmax
         or request.classification.apply_softmax,
     )
@@ -56,15 +54,6 @@ def usage_message(usage: JobUsage) -> inference_pb2.Usage:
         output_tokens=usage.output_tokens,
         kv_read_bytes=usage.kv_read_bytes,
         kv_avoided_bytes=usage.kv_avoided_bytes,
-    )
-
-
-def _with_spared(usage: JobUsage, spared: int) -> JobUsage:
-    """One-by-one requests would have sent the tokens that no read needs."""
-    return replace(
-        usage,
-        prompt_tokens=usage.prompt_tokens + spared,
-        shared_tokens=usage.shared_tokens + spared,
     )
 
 

@@ -11,7 +11,7 @@ from stemserve.proto.v1 import inference_pb2
 from stemserve.service.errors import EngineFault, InvalidRequest
 from stemserve.service.limits import Limits
 from stemserve.service.packed_tokens import pack
-from stemserve.service.request import Int32
+from stemserve.service.request import Int32, ScoreJob
 from stemserve.service.score_answer import score_response
 from stemserve.service.score_call import ScoreCall
 from stemserve.service.score_encoder import find_problems
@@ -103,15 +103,13 @@ async def test_without_a_context_the_first_token_is_not_scored() -> None:
     assert math.isnan(response.scores[1])
 
 
-async def test_no_unit_holds_the_last_token_of_a_likelihood_and_the_usage_counts_it_as_shared() -> (
-    None
-):
+async def test_nothing_is_read_after_the_last_token_of_a_likelihood() -> None:
     engine = BigramEngine()
-    response = await answer(engine, make_call(likelihood(), [ids(2, 2, 1), ids(2), ids(0, 1)]))
+    await answer(engine, make_call(likelihood(), [ids(2, 2, 1), ids(2)]))
     (job,) = engine.jobs
-    assert list(np.diff(job.unit_indptr)) == [2, 1, 1]  # type: ignore[union-attr]
-    assert response.usage.prompt_tokens == 2 + 6
-    assert response.usage.shared_tokens == 2
+    assert isinstance(job, ScoreJob)
+    assert job.gather_unit.tolist() == [0, 0, 0, 1]
+    assert job.gather_offset.tolist() == [-1, 0, 1, -1]
 
 
 async def test_label_probabilities_are_over_the_full_vocabulary() -> None:
@@ -176,7 +174,8 @@ async def test_only_branching_label_prefixes_cost_units() -> None:
     labels = [(0,), (1, 2, 0), (1, 2, 1), (1, 1)]
     await answer(engine, make_call(label_request(), [ids(0), ids(2, 2)], labels=labels))
     (job,) = engine.jobs
-    assert job.unit_tokens.tolist() == [0, 1, 2, 2, 2, 1, 2]  # type: ignore[union-attr]
+    assert isinstance(job, ScoreJob)
+    assert job.unit_tokens.tolist() == [0, 1, 2, 2, 2, 1, 2]
 
 
 async def test_item_first_scores_the_query_after_each_item() -> None:

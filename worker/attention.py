@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 from stemserve.kernels.attention_state import LayerKV
+from stemserve.kernels.host_array import device_tensor
 from stemserve.kernels.strategy import Work
 from stemserve.worker.dispatch import Choice
 from stemserve.worker.kv_pool import KvPool
 from stemserve.worker.step import Step
-from stemserve.worker.transfer import to_device
 
 _Rows = slice | Tensor
 
@@ -35,7 +35,7 @@ class StepAttention:
         self._pool = pool
         self.groups = [_plan(choice, pool.device, timed) for choice in choices]
         stored = np.flatnonzero(step.kv_slots >= 0)
-        self._slots = to_device(step.kv_slots[stored].astype(np.int64), pool.device)
+        self._slots = device_tensor(step.kv_slots[stored].astype(np.int64), pool.device)
         self._stored = _on_device(_as_slice(stored), pool.device)
         first = self.groups[0].rows
         self._is_one_group = (
@@ -84,7 +84,7 @@ def _as_slice(rows: np.ndarray[Any, np.dtype[np.intp]]) -> slice | np.ndarray[An
 
 
 def _on_device(rows: slice | np.ndarray[Any, Any], device: torch.device) -> _Rows:
-    return rows if isinstance(rows, slice) else to_device(rows, device)
+    return rows if isinstance(rows, slice) else device_tensor(rows, device)
 
 
 class _Clock:

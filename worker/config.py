@@ -79,9 +79,9 @@ def _parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    _add_model(parser.add_argument_group("model"))
-    _add_cache(parser.add_argument_group("KV cache and limits"))
-    _add_kernels(parser.add_argument_group("attention kernels"))
+    _add_model(parser)
+    _add_cache(parser)
+    _add_kernels(parser)
     process = parser.add_argument_group("process")
     process.add_argument(
         "--listen",
@@ -101,7 +101,8 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _add_model(group: argparse._ArgumentGroup) -> None:
+def _add_model(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("model")
     group.add_argument(
         "--model",
         type=Path,
@@ -132,7 +133,8 @@ def _add_model(group: argparse._ArgumentGroup) -> None:
     )
 
 
-def _add_cache(group: argparse._ArgumentGroup) -> None:
+def _add_cache(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("KV cache and limits")
     size = group.add_mutually_exclusive_group()
     size.add_argument("--kv-pages", type=_positive, metavar="N", help="pages of the KV cache")
     size.add_argument(
@@ -164,7 +166,8 @@ def _add_cache(group: argparse._ArgumentGroup) -> None:
     )
 
 
-def _add_kernels(group: argparse._ArgumentGroup) -> None:
+def _add_kernels(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("attention kernels")
     group.add_argument(
         "--kernel",
         type=Kernel,

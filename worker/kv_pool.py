@@ -7,8 +7,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from stemserve.kernels.host_array import device_tensor
 from stemserve.kernels.layout import Int32
-from stemserve.worker.transfer import to_device
 
 MAX_SLOTS = 2**31 - 1  # slots travel as int32
 
@@ -77,14 +77,14 @@ class KvPool:
         page_size = self.shape.page_size
         copied = np.arange(page_size) < copies[:, 2:]  # [copies, page_size]
         slots = copies[:, :2, None].astype(np.int64) * page_size + np.arange(page_size)
-        source = to_device(slots[:, 0][copied], self.device)
-        destination = to_device(slots[:, 1][copied], self.device)
+        source = device_tensor(slots[:, 0][copied], self.device)
+        destination = device_tensor(slots[:, 1][copied], self.device)
         for pool in (self._k_slots, self._v_slots):
             pool.index_copy_(1, destination, pool.index_select(1, source))
 
     def poison(self, pages: Int32) -> None:
         """Fill pages that nobody may read with NaN, so that a read shows."""
-        index = to_device(pages.astype(np.int64), self.device)
+        index = device_tensor(pages.astype(np.int64), self.device)
         self._k.index_fill_(1, index, torch.nan)
         self._v.index_fill_(1, index, torch.nan)
 
@@ -94,4 +94,4 @@ def _zeros(size: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> T
         return torch.zeros(size, dtype=dtype, device=device)
     # numpy leaves the zeros to the kernel, page by page; torch writes them: 7 s for 4 GiB.
     memory = np.zeros(math.prod(size) * dtype.itemsize, np.uint8)
-    return torch.from_numpy(memory).view(dtype).view(size)
+    return device_tensor(memory, device).view(dtype).view(size)

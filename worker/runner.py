@@ -8,6 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from stemserve.kernels.host_array import device_tensor
 from stemserve.proto.v1 import worker_pb2
 from stemserve.worker.attention import PlannedGroup, StepAttention
 from stemserve.worker.dispatch import KERNEL_CODES, Choice, Dispatcher
@@ -17,7 +18,6 @@ from stemserve.worker.sampler import Sampler
 from stemserve.worker.scorer import Heads, Readout, Scorer, plan_readout
 from stemserve.worker.step import Step, decode_step
 from stemserve.worker.step_checks import StepLimits
-from stemserve.worker.transfer import to_device
 
 TIMED_EVERY = 16  # steps on a GPU, where each timed layer records two events a group
 
@@ -97,8 +97,8 @@ class ModelRunner:
     def _forward(self, step: Step, attention: StepAttention, readout: Readout) -> Tensor:
         device = self._pool.device
         everything = len(readout.rows) == step.num_rows
-        keep_rows = None if everything else to_device(readout.rows, device)
-        positions = to_device(step.positions.astype(np.int64), device)
+        keep_rows = None if everything else device_tensor(readout.rows, device)
+        positions = device_tensor(step.positions.astype(np.int64), device)
         return self._model.hidden(
             self._sampler.token_ids(step.token_ids), positions, attention, keep_rows
         )

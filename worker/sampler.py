@@ -7,11 +7,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from stemserve.kernels.host_array import device_tensor
 from stemserve.kernels.layout import Int32
 from stemserve.worker.blobs import BadPlan
 from stemserve.worker.sampler_params import SamplerParams
 from stemserve.worker.step import Step
-from stemserve.worker.transfer import to_device, to_host
+from stemserve.worker.transfer import to_host
 from stemserve.worker.truncation import Truncation, largest, truncate
 from stemserve.worker.uniform import uniform
 
@@ -66,11 +67,11 @@ class Sampler:
 
     def token_ids(self, token_ids: Int32) -> Tensor:  # [rows] int64
         """The step's token ids, with -1 - slot replaced by the slot's last token."""
-        ids = to_device(token_ids.astype(np.int64), self._device)
+        ids = device_tensor(token_ids.astype(np.int64), self._device)
         rows = np.flatnonzero(token_ids < 0)
         if len(rows):
-            slots = to_device(-1 - token_ids[rows].astype(np.int64), self._device)
-            ids[to_device(rows, self._device)] = self._last_token[slots]
+            slots = device_tensor(-1 - token_ids[rows].astype(np.int64), self._device)
+            ids[device_tensor(rows, self._device)] = self._last_token[slots]
         return ids
 
     def draw(
@@ -86,10 +87,10 @@ class Sampler:
         random = [i for i, p in enumerate(params) if p.temperature > GREEDY_TEMPERATURE]
         if random:
             seeds = np.asarray([params[i].seed for i in random], np.uint64)
-            u = to_device(uniform(seeds, index[random].astype(np.uint64)), self._device)
+            u = device_tensor(uniform(seeds, index[random].astype(np.uint64)), self._device)
             rows = _rows(random, len(params), self._device)
             tokens[rows] = _draw(logits[rows], [params[i] for i in random], u)
-        self._last_token[to_device(slots.astype(np.int64), self._device)] = tokens
+        self._last_token[device_tensor(slots.astype(np.int64), self._device)] = tokens
         self._has_token[slots] = True
         counts = np.asarray([p.top_logprobs for p in params], np.int32)
         top_ids, top_logprobs = largest(logprobs, int(counts.max(initial=0)))
@@ -114,7 +115,7 @@ def _edit(logits: Tensor, params: Sequence[SamplerParams], index: Sequence[int])
     biased = [(i, p.bias_ids) for i, p in enumerate(params) if len(p.bias_ids)]
     if biased:
         values = np.concatenate([params[i].bias_values for i, _ in biased])
-        bias = to_device(values, logits.device)
+        bias = device_tensor(values, logits.device)
         logits.index_put_(_cells(biased, logits.device), bias, accumulate=True)
     banned = [(i, p.banned_ids) for i, p in enumerate(params) if len(p.banned_ids)]
     banned += [
@@ -130,15 +131,15 @@ def _edit(logits: Tensor, params: Sequence[SamplerParams], index: Sequence[int])
 def _cells(ids: Sequence[tuple[int, Int32]], device: torch.device) -> tuple[Tensor, Tensor]:
     rows = np.repeat([row for row, _ in ids], [len(columns) for _, columns in ids])
     columns = np.concatenate([columns for _, columns in ids]).astype(np.int64)
-    return to_device(rows, device), to_device(columns, device)
+    return device_tensor(rows, device), device_tensor(columns, device)
 
 
 def _rows(rows: Sequence[int], total: int, device: torch.device) -> slice | Tensor:
-    return slice(None) if len(rows) == total else to_device(np.asarray(rows), device)
+    return slice(None) if len(rows) == total else device_tensor(np.asarray(rows), device)
 
 
 def _column(values: Sequence[float], device: torch.device) -> Tensor:  # [n, 1] float32
-    return to_device(np.asarray(values, np.float32)[:, None], device)
+    return device_tensor(np.asarray(values, np.float32)[:, None], device)
 
 
 def _draw(

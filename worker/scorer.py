@@ -9,9 +9,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from stemserve.kernels.host_array import device_tensor
 from stemserve.worker.sampler import Drawn, Sampler
 from stemserve.worker.step import Step
-from stemserve.worker.transfer import to_device, to_host
+from stemserve.worker.transfer import to_host
 
 # Float32 logits of a few rows at a time: 164 rows of a vocabulary of 49,152.
 LOGIT_BUFFER_BYTES = 32 << 20
@@ -138,7 +139,7 @@ class Scorer:
         return scores, ~scores.isfinite().all(-1)
 
     def _index(self, positions: NDArray[np.integer]) -> Tensor:
-        return to_device(positions.astype(np.int64), self._device)
+        return device_tensor(positions.astype(np.int64), self._device)
 
 
 def _between(rows: NDArray[np.intp], start: int, stop: int) -> NDArray[np.intp]:

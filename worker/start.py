@@ -50,7 +50,7 @@ def make_parts(config: WorkerConfig, progress: Progress, check: Callable[[], Non
         progress=progress,
     )
     heads = model.config.heads
-    costs = device_costs(config.cost_table, heads, model.dtype, device, lambda *_: check())
+    costs = device_costs(config.cost_table, heads, model.dtype, device, _checking(check))
     available = strategies(heads, device=device, costs=costs)
     pool = _make_pool(config, model)
     limits = _limits(config, model, pool.shape)
@@ -65,6 +65,13 @@ def make_parts(config: WorkerConfig, progress: Progress, check: Callable[[], Non
     )
     warm_up(runner, limits)
     return Parts(runner=runner, facts=_facts(config, model, pool.shape, costs))
+
+
+def _checking(check: Callable[[], None]) -> Progress:
+    def progress(done: int, total: int) -> None:
+        check()
+
+    return progress
 
 
 def pick_device(choice: Device) -> torch.device:

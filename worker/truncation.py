@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from stemserve.worker.transfer import to_device
+from stemserve.kernels.host_array import device_tensor
 
 # Sorting a vocabulary of 49,152 takes 8 times as long on a CPU as finding its largest 1,024.
 FIRST_SORTED = 1024
@@ -28,8 +28,8 @@ class Truncation:
         """From (top_k, top_p) pairs; top_k 0 and top_p 1 are off."""
         vocab = like.shape[-1]
         return cls(
-            most=to_device(np.asarray([top_k or vocab for top_k, _ in limits]), like.device),
-            mass=to_device(np.asarray([p for _, p in limits], np.float64), like.device),
+            most=device_tensor(np.asarray([top_k or vocab for top_k, _ in limits]), like.device),
+            mass=device_tensor(np.asarray([p for _, p in limits], np.float64), like.device),
             longest=max((top_k for top_k, _ in limits), default=0),
         )
 

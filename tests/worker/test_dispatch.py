@@ -134,9 +134,8 @@ def test_a_forced_kernel_that_refuses_falls_back_counted_and_logged_once(
     naive, split = naive_and_split(refuses_more_segments_than=0)
     dispatcher = Dispatcher(toys(naive, split), TokenCosts(), forced=Kernel.SPLIT)
     with caplog.at_level(logging.WARNING):
-        for _ in range(3):
-            choices = dispatcher.choose(two_trees())
-    assert summary(choices) == [(Kernel.NAIVE, Reason.FALLBACK, 2)]
+        choices = [dispatcher.choose(two_trees()) for _ in range(3)]
+    assert summary(choices[-1]) == [(Kernel.NAIVE, Reason.FALLBACK, 2)]
     assert dispatcher.fallbacks == 6  # trees
     assert [record.message for record in caplog.records] == [
         "forced kernel split cannot run (more than 0 segments); the cost model chooses"

@@ -30,7 +30,7 @@ def test_write_puts_rows_into_their_slots_of_one_layer(seed: int) -> None:
     slots = torch.tensor([30, 5, 4])
     k, v = torch.randn(3, 2, 6), torch.randn(3, 2, 6)
     pool.write(1, slots, k, v)
-    for row, slot in enumerate(slots.tolist()):
+    for row, slot in enumerate(slots.numpy().tolist()):
         assert torch.equal(pool.k_pages(1)[slot // 4, slot % 4], k[row])
         assert torch.equal(pool.v_pages(1)[slot // 4, slot % 4], v[row])
     others = torch.ones(8, 4, dtype=torch.bool)
@@ -66,8 +66,8 @@ def test_poisoned_pages_are_nan_in_all_layers_and_others_are_not() -> None:
     for layer in range(SHAPE.layers):
         for pages in (pool.k_pages(layer), pool.v_pages(layer)):
             is_nan = pages.isnan().flatten(1)
-            assert is_nan.all(1).tolist() == is_nan.any(1).tolist()
-            assert is_nan.any(1).nonzero().flatten().tolist() == [1, 6]
+            assert is_nan.all(1).numpy().tolist() == is_nan.any(1).numpy().tolist()
+            assert is_nan.any(1).nonzero().flatten().numpy().tolist() == [1, 6]
 
 
 def test_bytes_count_keys_and_values_of_all_layers() -> None:

@@ -15,10 +15,11 @@ import grpc
 import pytest
 import torch
 from tests.worker.plans import PlanBuilder
-from tests.worker.tiny_model import COSTS, VOCAB, oracle_logprobs, save_tiny_model
+from tests.worker.tiny_model import COSTS, CPU, VOCAB, oracle_logprobs, save_tiny_model
 from transformers import LlamaForCausalLM
 
 from stemserve.kernels.cost_model import CostTable
+from stemserve.kernels.host_array import device_tensor
 from stemserve.proto.v1 import inference_pb2, worker_pb2, worker_pb2_grpc
 from stemserve.worker.blobs import decode_float32
 
@@ -125,7 +126,7 @@ def test_results_come_in_order_and_are_right_beside_a_bad_plan(
     assert results[2].error == "bad plan: node_pages must be in 0..63; found 64"
     del results[2]
     for tokens, result in zip(prompts, results, strict=True):
-        found = torch.from_numpy(decode_float32("", result.gather_logprobs))
+        found = device_tensor(decode_float32("", result.gather_logprobs), CPU)
         expected = oracle_logprobs(oracle, tokens)[-1]
         torch.testing.assert_close(found, expected, rtol=0, atol=1e-4)
         assert result.step_seconds > 0 and result.groups[0].phase == "prefill"

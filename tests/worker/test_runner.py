@@ -7,6 +7,7 @@ import pytest
 import torch
 from tests.worker.plans import PlanBuilder
 from tests.worker.tiny_model import (
+    CPU,
     VOCAB,
     TinyRunner,
     make_runner,
@@ -16,6 +17,7 @@ from tests.worker.tiny_model import (
 from torch import Tensor
 from transformers import LlamaForCausalLM
 
+from stemserve.kernels.host_array import device_tensor
 from stemserve.kernels.layout import Int32
 from stemserve.kernels.strategy import Kernel
 from stemserve.proto.v1 import worker_pb2
@@ -40,11 +42,12 @@ def oracle(folder: Path) -> LlamaForCausalLM:
 
 
 def random_tokens(seed: int, count: int) -> list[int]:
-    return np.random.default_rng(seed).integers(0, VOCAB, count).tolist()
+    tokens: list[int] = np.random.default_rng(seed).integers(0, VOCAB, count).tolist()
+    return tokens
 
 
 def logprobs(result: worker_pb2.StepResult) -> Tensor:
-    return torch.from_numpy(decode_float32("gather_logprobs", result.gather_logprobs))
+    return device_tensor(decode_float32("gather_logprobs", result.gather_logprobs), CPU)
 
 
 def tokens(result: worker_pb2.StepResult) -> Int32:
@@ -161,7 +164,7 @@ def test_every_strategy_agrees_with_transformers(
         expected = rows.gather(-1, torch.tensor(sample)[:, None]).squeeze(-1)
         torch.testing.assert_close(torch.tensor(drawn), expected, rtol=0, atol=TOLERANCE)
         if sample is story.samples[0]:
-            assert sample == rows.argmax(-1).tolist()
+            assert sample == rows.argmax(-1).numpy().tolist()
     assert story.samples[1] != story.samples[2]
 
 

@@ -7,8 +7,10 @@ import pytest
 import torch
 from numpy.typing import NDArray
 from tests.worker.plans import LIMITS, PlanBuilder, blob
+from tests.worker.tiny_model import CPU
 from torch import Tensor
 
+from stemserve.kernels.host_array import device_tensor
 from stemserve.kernels.layout import int32
 from stemserve.proto.v1 import worker_pb2
 from stemserve.worker.blobs import BadPlan, encode_float32
@@ -32,7 +34,7 @@ def draw(
 ) -> Drawn:
     """One draw a row, each from its own slot."""
     rows, vocab = logits.shape
-    sampler = Sampler(rows, torch.device("cpu"))
+    sampler = Sampler(rows, CPU)
     for slot, params in enumerate(samplers):
         params.slot = slot
         sampler.admit([decode_sampler(params, slots=rows, vocab_size=vocab)])
@@ -45,7 +47,7 @@ def allowed(logits: NDArray[np.float64], params: worker_pb2.Sampler) -> NDArray[
     """Probabilities of one row, by sorting; the oracle."""
     scaled = logits / params.temperature
     order = sorted(range(len(logits)), key=lambda i: (-scaled[i], i))
-    p = np.exp(scaled - scaled.max())
+    p: NDArray[np.float64] = np.exp(scaled - scaled.max())
     if params.top_k:
         p[order[params.top_k :]] = 0
     p /= p.sum()
@@ -55,7 +57,8 @@ def allowed(logits: NDArray[np.float64], params: worker_pb2.Sampler) -> NDArray[
         last = int(np.argmax(mass >= top_p))
         p[order[last + 1 :]] = 0
     p[p < params.min_p * p.max()] = 0
-    return p / p.sum()
+    p /= p.sum()
+    return p
 
 
 def random_params(rng: np.random.Generator) -> worker_pb2.Sampler:
@@ -74,7 +77,7 @@ def test_a_draw_is_the_inverse_of_the_cumulated_distribution(seed: int) -> None:
     logits = rng.normal(0, 2, (30, 40)).astype(np.float32)
     samplers = [random_params(rng) for _ in range(30)]
     index = rng.integers(0, 1000, 30)
-    drawn = draw(torch.from_numpy(logits), samplers, index.tolist())
+    drawn = draw(device_tensor(logits, CPU), samplers, index.tolist())
     for row, params in enumerate(samplers):
         p = allowed(logits[row].astype(np.float64), params)
         u = uniform(np.array([params.seed], np.uint64), index[row : row + 1].astype(np.uint64))[0]
@@ -113,13 +116,13 @@ def test_long_tails_are_cut_at_the_right_token(
 def test_ties_at_the_edge_of_top_k_keep_the_lowest_ids() -> None:
     logits = torch.tensor([[0.0, 1.0, 1.0, 1.0, 2.0]]).expand(200, -1)
     tokens = draw(logits, [message(temperature=5.0, top_k=3, seed=1)] * 200, range(200)).tokens
-    assert set(tokens.tolist()) == {1, 2, 4}
+    assert set(tokens.numpy().tolist()) == {1, 2, 4}
 
 
 def test_a_top_p_of_three_tenths_of_ten_equal_tokens_is_three_tokens() -> None:
     logits = torch.zeros(200, 10)
     tokens = draw(logits, [message(temperature=1.0, top_p=0.3, seed=1)] * 200, range(200)).tokens
-    assert set(tokens.tolist()) == {0, 1, 2}
+    assert set(tokens.numpy().tolist()) == {0, 1, 2}
 
 
 def test_b32_cold_rows_are_greedy_and_leave_their_neighbours_alone() -> None:
@@ -130,7 +133,7 @@ def test_b32_cold_rows_are_greedy_and_leave_their_neighbours_alone() -> None:
     samplers = [message(temperature=t, seed=i) for i, t in enumerate(temperatures)]
     drawn = draw(logits, samplers)
     assert drawn.tokens[0] == 7
-    assert drawn.tokens[[2, 4, 5]].tolist() == logits[[2, 4, 5]].argmax(-1).tolist()
+    assert drawn.tokens[[2, 4, 5]].numpy().tolist() == logits[[2, 4, 5]].argmax(-1).numpy().tolist()
     assert drawn.tokens[3] == 0
     alone = draw(logits[1:2], samplers[1:2])
     assert (drawn.tokens[1], drawn.logprobs[1]) == (alone.tokens[0], alone.logprobs[0])
@@ -148,8 +151,8 @@ def test_a_row_without_a_finite_choice_fails_alone(temperature: float, bad: str)
     else:
         logits[1, 3] = float(bad)
     drawn = draw(logits, samplers)
-    assert drawn.failed.tolist() == [False, True, False]
-    assert drawn.tokens[[0, 2]].tolist() == good.tokens.tolist()
+    assert drawn.failed.numpy().tolist() == [False, True, False]
+    assert drawn.tokens[[0, 2]].numpy().tolist() == good.tokens.numpy().tolist()
     assert 0 <= int(drawn.tokens[1]) < 8
 
 
@@ -158,10 +161,10 @@ def test_b36_the_same_seed_repeats_in_any_batch_and_others_differ() -> None:
     seeds = [7, 8, 0, 2**64 - 1]
     samplers = [message(temperature=1.0, seed=seed) for seed in seeds]
     together = torch.stack([draw(logits, samplers, [i] * 4).tokens for i in range(20)], 1)
-    assert len({tuple(row) for row in together.tolist()}) == 4
+    assert len({tuple(row) for row in together.numpy().tolist()}) == 4
     for row, params in enumerate(samplers):
         alone = [int(draw(logits[:1], [params], [i]).tokens[0]) for i in range(20)]
-        assert alone == together[row].tolist()
+        assert alone == together[row].numpy().tolist()
 
 
 def test_b37_logprobs_are_raw() -> None:
@@ -173,18 +176,19 @@ def test_b37_logprobs_are_raw() -> None:
         bias_values=encode_float32(np.array([3.0])),
     )
     drawn = draw(torch.tensor([B28]), [params])
-    assert drawn.tokens.tolist() == [0]
-    assert drawn.logprobs.tolist() == pytest.approx([-0.4402], abs=1e-4)
-    assert drawn.top_ids.tolist() == [[0, 1, 2]]
-    assert drawn.top_logprobs[0].tolist() == pytest.approx([-0.4402, -1.4402, -2.4402], abs=1e-4)
+    assert drawn.tokens.numpy().tolist() == [0]
+    assert drawn.logprobs.numpy().tolist() == pytest.approx([-0.4402], abs=1e-4)
+    assert drawn.top_ids.numpy().tolist() == [[0, 1, 2]]
+    top = drawn.top_logprobs[0].numpy().tolist()
+    assert top == pytest.approx([-0.4402, -1.4402, -2.4402], abs=1e-4)
 
 
 def test_top_logprobs_are_counted_a_sample_and_ties_come_by_id() -> None:
     logits = torch.tensor([[1.0, 3.0, 3.0, 3.0, 1.0], [5.0, 0.0, 4.0, 0.0, 0.0]])
     drawn = draw(logits, [message(top_logprobs=2), message(top_logprobs=4)])
     assert drawn.top_counts.tolist() == [2, 4]
-    assert drawn.top_ids[0, :2].tolist() == [1, 2]
-    assert drawn.top_ids[1].tolist() == [0, 2, 1, 3]
+    assert drawn.top_ids[0, :2].numpy().tolist() == [1, 2]
+    assert drawn.top_ids[1].numpy().tolist() == [0, 2, 1, 3]
 
 
 def test_a_bias_moves_the_choice_and_minus_100_forbids_it() -> None:
@@ -194,7 +198,7 @@ def test_a_bias_moves_the_choice_and_minus_100_forbids_it() -> None:
         message(bias_ids=blob(ids), bias_values=encode_float32(np.array(values)))
         for ids, values in biases
     ]
-    assert draw(logits, samplers).tokens.tolist() == [3, 2]
+    assert draw(logits, samplers).tokens.numpy().tolist() == [3, 2]
 
 
 def test_end_tokens_are_banned_until_enough_tokens_are_there() -> None:
@@ -205,11 +209,11 @@ def test_end_tokens_are_banned_until_enough_tokens_are_there() -> None:
 
 
 def test_sampled_tokens_feed_later_steps_from_their_slots() -> None:
-    sampler = Sampler(4, torch.device("cpu"))
+    sampler = Sampler(4, CPU)
     sampler.admit([decode_sampler(message(slot), slots=4, vocab_size=4) for slot in (2, 3)])
     logits = torch.tensor([[0.0, 9.0, 0.0, 0.0], [0.0, 0.0, 0.0, 9.0]])
     sampler.draw(logits, logits.log_softmax(-1), int32([3, 2]), int32([0, 0]))
-    assert sampler.token_ids(int32([40, -1 - 2, -1 - 3])).tolist() == [40, 3, 1]
+    assert sampler.token_ids(int32([40, -1 - 2, -1 - 3])).numpy().tolist() == [40, 3, 1]
 
 
 def decode_plan(slot: int) -> PlanBuilder:
@@ -219,14 +223,14 @@ def decode_plan(slot: int) -> PlanBuilder:
 
 
 def test_a_slot_that_was_never_set_up_is_refused() -> None:
-    sampler = Sampler(4, torch.device("cpu"))
+    sampler = Sampler(4, CPU)
     step = decode_step(decode_plan(1).build(), LIMITS)
     with pytest.raises(BadPlan, match="no sampler was sent for slot 1"):
         sampler.check(step)
 
 
 def test_a_slot_without_a_token_cannot_be_read() -> None:
-    sampler = Sampler(4, torch.device("cpu"))
+    sampler = Sampler(4, CPU)
     plan = decode_plan(1)
     plan.samplers = [message(1)]
     step = decode_step(plan.build(), LIMITS)

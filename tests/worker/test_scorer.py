@@ -6,14 +6,15 @@ import numpy as np
 import pytest
 import torch
 from tests.worker.plans import LIMITS, PlanBuilder
+from tests.worker.tiny_model import CPU
 from torch import Tensor
 
+from stemserve.kernels.host_array import device_tensor
 from stemserve.proto.v1 import worker_pb2
 from stemserve.worker.sampler import Sampler
 from stemserve.worker.scorer import Scorer, Scores, plan_readout
 from stemserve.worker.step import Step, decode_step
 
-CPU = torch.device("cpu")
 VOCAB = LIMITS.vocab_size
 B28 = [2.0, 1.0, 0.0, -1.0]
 
@@ -39,7 +40,7 @@ def read(step: Step, logits: Tensor, buffer_bytes: int = 1 << 20) -> tuple[Score
     vocab = logits.shape[-1]
     scorer = Scorer(heads, sampler, vocab_size=vocab, device=CPU, buffer_bytes=buffer_bytes)
     readout = plan_readout(step)
-    return scorer.read(step, readout, logits[torch.from_numpy(readout.rows)]), heads
+    return scorer.read(step, readout, logits[device_tensor(readout.rows, CPU)]), heads
 
 
 def prompt(rows: int) -> PlanBuilder:
@@ -53,9 +54,10 @@ def test_b28_log_probabilities_are_over_the_full_vocabulary() -> None:
     plan.gather(1, [0, 2])
     logits = torch.tensor([[0.0, 0.0, 9.0, 0.0], B28])
     scores, _ = read(decode_step(plan.build(), LIMITS), logits)
-    assert scores.gather_logprobs.tolist() == pytest.approx([-0.4402, -2.4402], abs=1e-4)
-    assert scores.gather_logprobs.exp().tolist() == pytest.approx([0.6439, 0.0871], abs=1e-4)
-    assert scores.gather_argmax.tolist() == [0]
+    found = scores.gather_logprobs.numpy()
+    assert found.tolist() == pytest.approx([-0.4402, -2.4402], abs=1e-4)
+    assert np.exp(found).tolist() == pytest.approx([0.6439, 0.0871], abs=1e-4)
+    assert scores.gather_argmax.numpy().tolist() == [0]
 
 
 def random_plan(rng: np.random.Generator, rows: int) -> PlanBuilder:
@@ -78,14 +80,14 @@ def test_read_outs_equal_those_of_one_row_at_a_time(seed: int, rows_at_once: int
     rng = np.random.default_rng(seed)
     plan = random_plan(rng, rows=30)
     step = decode_step(plan.build(), LIMITS)
-    logits = torch.from_numpy(rng.normal(0, 3, (30, VOCAB)).astype(np.float32))
+    logits = device_tensor(rng.normal(0, 3, (30, VOCAB)).astype(np.float32), CPU)
     scores, heads = read(step, logits, buffer_bytes=4 * VOCAB * rows_at_once)
 
     logprobs = logits.double().log_softmax(-1)
     expected = [float(logprobs[row, i]) for row, ids in plan.gathers for i in ids]
-    assert scores.gather_logprobs.tolist() == pytest.approx(expected, abs=1e-5)
+    assert scores.gather_logprobs.numpy().tolist() == pytest.approx(expected, abs=1e-5)
     argmax = [int(logits[row].argmax()) for row, _ in plan.gathers]
-    assert scores.gather_argmax.tolist() == argmax
+    assert scores.gather_argmax.numpy().tolist() == argmax
     assert torch.equal(scores.class_scores, logits[plan.classify][:, :3] * 2) or not plan.classify
     drawn = {int(s): i for some, d in scores.draws for i, s in zip(d.tokens, some, strict=True)}
     assert sorted(drawn) == list(range(len(plan.samples)))
@@ -108,8 +110,8 @@ def test_rows_that_are_not_finite_are_reported_and_harm_no_other() -> None:
     logits[3, 7] = -torch.inf  # a token that cannot come is no failure
     logits[4, 1] = torch.nan
     scores, _ = read(decode_step(plan.build(), LIMITS), logits)
-    assert scores.failed_rows.tolist() == [False, True, True, False, True]
-    assert scores.failed_classified.tolist() == [False, True]
+    assert scores.failed_rows.numpy().tolist() == [False, True, True, False, True]
+    assert scores.failed_classified.numpy().tolist() == [False, True]
     torch.testing.assert_close(scores.gather_logprobs.view(5, 2)[0], expected[0])
 
 

@@ -46,7 +46,7 @@ class TinyRunner:
 
 
 def save_tiny_model(folder: Path, seed: int) -> LlamaForCausalLM:
-    torch.manual_seed(seed)
+    torch.manual_seed(seed)  # pyright: ignore[reportUnknownMemberType]
     config = LlamaConfig(
         vocab_size=VOCAB,
         hidden_size=32,
@@ -57,8 +57,9 @@ def save_tiny_model(folder: Path, seed: int) -> LlamaForCausalLM:
         max_position_embeddings=256,
         initializer_range=0.4,  # large: attention that matters
     )
-    model = LlamaForCausalLM(config).eval()
-    model.save_pretrained(folder)
+    model = LlamaForCausalLM(config)
+    model.train(False)
+    model.save_pretrained(folder)  # pyright: ignore[reportUnknownMemberType]
     return model
 
 

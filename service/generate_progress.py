@@ -168,6 +168,9 @@ class GenerateProgress(JobProgress):
     def recheck(self) -> None:
         if self._chain is not None:
             self._chain.recheck()
+            # A prompt that was found computed has had no row of its own in the lost step.
+            if self._chain.planned_tokens() < self._chain.length:
+                self._prompt_is_planned = False
 
     def _start(self, step: StepBuilder) -> bool:
         """Hold pages for the prompt, and slots; leaves room for the samples' first pages."""

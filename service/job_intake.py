@@ -60,7 +60,7 @@ class JobIntake:
     def _score_tokens(self, job: ScoreJob, layout: ScoreLayout) -> int:
         """Rows that the job needs, after cache hits."""
         rows = len(layout.row_token)
-        for context in layout.contexts.tolist():
+        for context in map(int, layout.contexts):
             tokens = job.contexts[context]
             missing = len(tokens) - self._cache.resident_tokens(tokens, job.salt)
             rows += max(missing, layout.reads_context(context))

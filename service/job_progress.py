@@ -31,7 +31,7 @@ class JobProgress(ABC):
         self.submitted_s = ticket.submitted_s
         self.cost_tokens = ticket.cost_tokens
         self.started_s: float | None = None  # first planned step
-        self.in_flight = 0  # issued steps in which it has rows
+        self.in_flight = 0  # issued steps in which it has a share
         self.has_ended = False  # answered, failed or cancelled; rows in flight are dropped
         self._kv_read_bytes = 0.0
         self._kv_avoided_bytes = 0.0

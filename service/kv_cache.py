@@ -93,6 +93,8 @@ class KvCache:
             branch.claim_tail(tail)
         branch.add_pages(pages)
         if tail is not None and not claims:
+            self.tree.retain([tail])
+            step.hold(tail)
             step.copy_tail(branch)
         return True
 

@@ -28,6 +28,8 @@ class PageAllocator:
 
     def allocate(self, count: int, *, after: int = -1) -> Int32:
         """Take `count` pages; those behind page `after`, if they are free."""
+        if count == 0:
+            return np.empty(0, np.int32)
         if count > self._num_free:
             raise RuntimeError(f"{count} pages asked of {self._num_free} free ones")
         pages = self._following(count, after)
@@ -58,8 +60,6 @@ class PageAllocator:
             self._lowest += int(self._is_free[self._lowest :].argmax())
             return np.array([self._lowest], np.int32)
         free = np.flatnonzero(self._is_free[self._lowest :]).astype(np.int32) + self._lowest
-        if count == 0:
-            return free[:0]
         is_run = free[count - 1 :] - free[: len(free) - count + 1] == count - 1
         first = int(is_run.argmax())
         return free[first : first + count] if is_run[first] else free[:count]

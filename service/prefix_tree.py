@@ -29,7 +29,7 @@ def common_tokens(a: bytes, b: bytes) -> int:
 
 @dataclass(slots=True, eq=False)
 class PageNode:
-    """A page with the KV of `key`'s tokens, behind its parent's. A page that is not full is a leaf."""
+    """A page with the KV of `key`'s tokens, behind its parent's. One that is not full is a leaf."""
 
     page: int
     key: bytes
@@ -54,7 +54,7 @@ class Match(NamedTuple):
 
 
 class PrefixTree:
-    """Whoever holds a node holds its ancestors: what is under an unreferenced node is unreferenced."""
+    """Whoever holds a node holds its ancestors: under an unreferenced one, nothing is in use."""
 
     def __init__(self, allocator: PageAllocator, page_size: int) -> None:
         self._allocator = allocator

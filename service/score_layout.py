@@ -50,25 +50,22 @@ class ScoreLayout:
 
 
 def lay_out(job: ScoreJob) -> ScoreLayout:
+    """Raises RequestError for a job that reads what is not there."""
     lengths = np.array([len(context) for context in job.contexts], np.int32)
-    unit_lengths = np.diff(job.unit_indptr)
+    _check(job, lengths)
     order = np.argsort(job.unit_context, kind="stable").astype(np.int32)
     unit_rows = _needed_rows(job)[order]
     row_indptr = indptr_of(unit_rows)
     row_offset = np.arange(row_indptr[-1], dtype=np.int32) - np.repeat(row_indptr[:-1], unit_rows)
-    row_token = job.unit_tokens[np.repeat(job.unit_indptr[:-1][order], unit_rows) + row_offset]
-    _check(job, unit_lengths)
-    at_context = job.gather_offset < 0
-    if np.any(lengths[job.unit_context[job.gather_unit[at_context]]] == 0):
-        raise InvalidRequest("items", "nothing comes before the first token of an empty context")
     place = np.empty_like(order)
     place[order] = np.arange(len(order), dtype=np.int32)
     gather_row = row_indptr[place[job.gather_unit]] + job.gather_offset
+    at_context = job.gather_offset < 0
     counts = np.bincount(job.unit_context, minlength=len(lengths)).astype(np.int32)
     used = np.flatnonzero(counts) if len(order) else np.arange(len(lengths))
-    per_unit = int(lengths[job.unit_context].sum(dtype=np.int64) + unit_lengths.sum())
+    context_tokens = lengths[job.unit_context] if len(order) else lengths
     return ScoreLayout(
-        row_token=row_token,
+        row_token=job.unit_tokens[np.repeat(job.unit_indptr[:-1][order], unit_rows) + row_offset],
         row_offset=row_offset,
         unit_rows=unit_rows,
         row_indptr=row_indptr,
@@ -78,15 +75,19 @@ def lay_out(job: ScoreJob) -> ScoreLayout:
         contexts=used.astype(np.int32),
         item_reads=_reads(job, gather_row, ~at_context),
         context_reads=_reads(job, job.unit_context[job.gather_unit], at_context),
-        prompt_tokens=per_unit if len(order) else int(lengths.sum()),
+        prompt_tokens=int(context_tokens.sum(dtype=np.int64)) + len(job.unit_tokens),
     )
 
 
-def _check(job: ScoreJob, unit_lengths: Int32) -> None:
+def _check(job: ScoreJob, context_lengths: Int32) -> None:
+    unit_lengths = np.diff(job.unit_indptr)
     if np.any(job.gather_offset >= unit_lengths[job.gather_unit]):
         raise EngineFault("a score job reads behind the end of one of its units")
     if job.classify and not np.all(unit_lengths):
         raise EngineFault("a score job classifies an empty unit")
+    units_before = job.gather_unit[job.gather_offset < 0]
+    if not np.all(context_lengths[job.unit_context[units_before]]):
+        raise InvalidRequest("items", "nothing comes before the first token of an empty context")
 
 
 def _needed_rows(job: ScoreJob) -> Int32:  # [units]

@@ -91,7 +91,7 @@ class ScoreProgress(JobProgress):
         self._drop_finished_runs()
 
     def deliver(self, outputs: StepOutputs) -> list[Event]:
-        pieces = self._pieces.pop(outputs.step_id)
+        pieces = self._pieces.pop(outputs.step_id, StepPieces())
         for read in pieces.reads:
             first_id, end_id = read.reads.indptr[[read.first, read.end]].tolist()
             values = outputs.gather_logprobs[read.id_at : read.id_at + end_id - first_id]

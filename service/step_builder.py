@@ -21,6 +21,10 @@ class Share:
     written: dict[PageNode, int] = field(default_factory=dict[PageNode, int])  # planned before
     sources: set[PageNode] = field(default_factory=set[PageNode])  # pages that it copies from
 
+    @property
+    def is_empty(self) -> bool:
+        return not (self.prefill_rows or self.decode_rows or self.written)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class IssuedStep:
@@ -108,11 +112,7 @@ class StepBuilder:
         plan.copies = pack_int32([number for copy in self._copies for number in copy])
         issued = IssuedStep(
             step_id=self.step_id,
-            shares={
-                arrival: share
-                for arrival, share in self._shares.items()
-                if share.prefill_rows or share.decode_rows
-            },
+            shares={n: share for n, share in self._shares.items() if not share.is_empty},
             num_rows=self.rows.num_rows,
             decode_rows=sum(share.decode_rows for share in self._shares.values()),
             gather_rows=self.readouts.gather_rows,

@@ -24,11 +24,8 @@ def test_tiles_show_what_the_explicit_mask_shows(seed: int) -> None:
         columns += [prefix + own for own in range(tile.own_start, tile.own_stop)]
         hidden = tile.mask(torch.tensor(mask.token_pos_in_items.tolist(), dtype=torch.int64))
         for row in range(tile.rows):
-            seen = (
-                columns
-                if hidden is None
-                else np.array(columns)[np.array(floats(hidden[0, 0, row])) == 0]
-            )
+            added = [0.0] * len(columns) if hidden is None else floats(hidden[0, 0, row])
+            seen = [column for column, bias in zip(columns, added, strict=True) if bias == 0]
             shown[tile.row_start + row, seen] = True
     np.testing.assert_array_equal(shown, layout_mask(layout, request))
 

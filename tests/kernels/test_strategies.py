@@ -106,6 +106,7 @@ LONG_LAYOUTS = {
         [Node(tokens=48)],
         [Segment(rows=20), Segment(rows=33), Segment(rows=2), Segment(rows=4, is_item=True)],
     ),
+    "items padded to one length, the last one too": items_over(20, [8, 7]),
     "long pieces that no call batches": make_layout(
         [Node(tokens=512), Node(parent=0, tokens=304), Node(parent=1, tokens=290)],
         [Segment(node=1, rows=2, is_item=True), Segment(node=2, rows=70, is_item=True)],

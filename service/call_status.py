@@ -28,7 +28,6 @@ METHOD_LABELS = {
     "GetLoad": "get_load",
     "Explain": "explain",
 }
-CODE_NAMES = {code.value[0]: code.name for code in grpc.StatusCode}
 
 Context = grpc.aio.ServicerContext[Any, Any]
 Handler = Any  # a grpc.RpcMethodHandler, which cannot be subscripted at run time
@@ -90,7 +89,7 @@ class CallStatus(grpc.aio.ServerInterceptor):
             code = "DEADLINE_EXCEEDED" if deadline_passed(context) else "CANCELLED"
             raise
         except grpc.aio.AbortError:
-            code = CODE_NAMES.get(int(context.code()), "UNKNOWN")  # type: ignore[call-overload]
+            code = context.code().name
             raise
         except Exception as error:
             logger.exception("%s failed", label)

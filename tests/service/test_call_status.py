@@ -1,0 +1,62 @@
+"""Statuses and counts of calls that abort or fail."""
+
+from collections.abc import AsyncGenerator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import grpc
+import pytest
+from prometheus_client import CollectorRegistry
+
+from stemserve.service.call_status import CallStatus
+from stemserve.service.client import Client
+from stemserve.service.client_errors import ClientError
+from stemserve.service.metrics import Metrics
+
+
+async def refuse(request: Any, context: Any) -> None:
+    await context.abort(grpc.StatusCode.UNAVAILABLE, "draining")
+
+
+async def fail(request: Any, context: Any) -> None:
+    raise NotImplementedError
+
+
+@asynccontextmanager
+async def info_server(registry: CollectorRegistry, get_model: Any) -> AsyncGenerator[Client, None]:
+    server = grpc.aio.server(interceptors=[CallStatus(Metrics(registry))])
+    handlers: dict[str, grpc.RpcMethodHandler[Any, Any]] = {
+        "GetModel": grpc.unary_unary_rpc_method_handler(get_model)
+    }
+    server.add_generic_rpc_handlers(
+        (grpc.method_handlers_generic_handler("stemserve.v1.Info", handlers),)
+    )
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    async with Client(f"127.0.0.1:{port}") as client:
+        yield client
+    await server.stop(None)
+
+
+def finished(registry: CollectorRegistry, code: str) -> float | None:
+    labels = {"method": "get_model", "code": code, "tenant": "other"}
+    return registry.get_sample_value("stemserve_requests_total", labels)
+
+
+async def test_a_call_that_a_handler_aborts_keeps_its_status_and_is_counted() -> None:
+    registry = CollectorRegistry()
+    async with info_server(registry, refuse) as client:
+        with pytest.raises(ClientError, match="draining") as refusal:
+            await client.model()
+        assert refusal.value.code is grpc.StatusCode.UNAVAILABLE
+        # The client tries a call that is unavailable three times.
+        assert finished(registry, "UNAVAILABLE") == 3
+
+
+async def test_a_handler_that_raises_is_internal() -> None:
+    registry = CollectorRegistry()
+    async with info_server(registry, fail) as client:
+        with pytest.raises(ClientError, match="NotImplementedError") as failure:
+            await client.model()
+        assert failure.value.code is grpc.StatusCode.INTERNAL
+        assert finished(registry, "INTERNAL") == 1

@@ -149,6 +149,10 @@ class StepLoop:
             self._attached.batcher.submit(job)
         except RequestError as error:
             self._events.append(JobFailed(request_id=job.request_id, error=error))
+        except Exception as error:  # a job that the batcher did not take harms no other
+            _log.exception("cannot take job %s", job.request_id)
+            fault = EngineFault(f"fault in the step loop: {error!r}; report it")
+            self._events.append(JobFailed(request_id=job.request_id, error=fault))
         else:
             self._running[job.request_id] = float("inf") if job.deadline is None else job.deadline
 

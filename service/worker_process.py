@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import tempfile
+import threading
 from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
@@ -24,6 +25,7 @@ class WorkerProcess:
         """`command` gets `--listen ADDRESS --parent-fd FD` appended."""
         self._folder = tempfile.TemporaryDirectory(prefix="stemserve-", ignore_cleanup_errors=True)
         self.address = f"unix:{Path(self._folder.name) / 'worker.sock'}"
+        self._stopping = threading.Lock()
         read_fd, self._parent_fd = os.pipe()
         try:
             self._child = subprocess.Popen(
@@ -53,7 +55,11 @@ class WorkerProcess:
         return f"the worker process ended {how}"
 
     def stop(self, *, grace_s: float) -> None:
-        """Ask, wait, then kill. Returns when the process is gone; may be called twice."""
+        """Ask, wait, then kill. Returns when the process is gone; may be called again."""
+        with self._stopping:
+            self._stop(grace_s)
+
+    def _stop(self, grace_s: float) -> None:
         if self._child.poll() is None:
             self._child.terminate()
             try:

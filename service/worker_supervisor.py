@@ -165,12 +165,13 @@ class WorkerSupervisor:
                     ) from error
 
     async def _release(self) -> None:
-        host, client = self._host, self._client
-        self._host = self._client = None
-        if client is not None:
-            await asyncio.to_thread(client.close)
-        if host is not None:
-            await asyncio.to_thread(host.stop, grace_s=STOP_GRACE_S)
+        """May be cancelled, and then called again."""
+        if self._client is not None:
+            await asyncio.to_thread(self._client.close)
+            self._client = None
+        if self._host is not None:
+            await asyncio.to_thread(self._host.stop, grace_s=STOP_GRACE_S)
+            self._host = None
 
     def _note_loss(self, generation: int, reason: str) -> None:
         if generation != self._generation or self._stopping:

@@ -28,8 +28,15 @@ def filled(length: int, value: float, dtype: type[np.int32] | type[np.float32]) 
     return np.full(length, value, dtype).tobytes()
 
 
-def answer(plan: worker_pb2.StepPlan, *, classes: int, token: int) -> worker_pb2.StepResult:
-    """Arrays of the right sizes: every sampled token is `token`, every log-probability -1."""
+def answer(
+    plan: worker_pb2.StepPlan, *, classes: int, token: int, tops: dict[int, int]
+) -> worker_pb2.StepResult:
+    """Arrays of the right sizes: every sampled token is `token`, every log-probability -1.
+
+    `tops` keeps how many likeliest tokens each sampler slot asks for.
+    """
+    tops.update({sampler.slot: sampler.top_logprobs for sampler in plan.samplers})
+    wanted = [tops[slot] for slot in np.frombuffer(plan.sample_slots, "<i4").tolist()]
     samples = count(plan.sample_rows)
     gathers = count(plan.gather_rows)
     rows = count(plan.token_ids)
@@ -37,6 +44,9 @@ def answer(plan: worker_pb2.StepPlan, *, classes: int, token: int) -> worker_pb2
         step_id=plan.step_id,
         sampled_tokens=filled(samples, token, np.int32),
         sampled_logprobs=filled(samples, -1.0, np.float32),
+        top_indptr=np.cumsum([0, *wanted], dtype=np.int32).tobytes() if any(wanted) else b"",
+        top_ids=filled(sum(wanted), token, np.int32),
+        top_logprobs=filled(sum(wanted), -1.0, np.float32),
         gather_logprobs=filled(count(plan.gather_ids), -1.0, np.float32),
         gather_argmax=filled(gathers, token, np.int32),
         class_scores=filled(count(plan.classify_rows) * classes, 0.0, np.float32),
@@ -83,13 +93,19 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer):
     def Run(
         self, request_iterator: Iterator[worker_pb2.RunRequest], context: grpc.ServicerContext
     ) -> Iterator[worker_pb2.RunResponse]:
+        tops = dict[int, int]()
         for number, request in enumerate(request_iterator, start=1):
             started = time.monotonic()
             if number == self._options.die_at_step:
                 os.kill(os.getpid(), signal.SIGKILL)
             if self._options.step_seconds:
                 time.sleep(self._options.step_seconds)
-            result = answer(request.plan, classes=self._options.classes, token=self._options.token)
+            result = answer(
+                request.plan,
+                classes=self._options.classes,
+                token=self._options.token,
+                tops=tops,
+            )
             result.step_seconds = time.monotonic() - started
             self._log(f"{started:.6f} {time.monotonic():.6f} {count(request.plan.token_ids)}")
             yield worker_pb2.RunResponse(result=result)

@@ -86,6 +86,8 @@ class CountingBatcher:
     def submit(self, job: Job) -> None:
         if job.request_id == "refused":
             raise QueueFull("full", retry_after_s=1.0)
+        if job.request_id == "broken":
+            raise ValueError("no such shape")
         self.jobs[job.request_id] = job
         self.planned[job.request_id] = self.done[job.request_id] = 0
 
@@ -251,8 +253,10 @@ def test_without_a_worker_jobs_and_questions_get_not_ready(rig: Rig) -> None:
 
 def test_a_refused_job_fails_and_the_others_go_on(rig: Rig) -> None:
     rig.attach()
-    rig.submit(job("refused"), job("a"))
-    assert isinstance(failures(rig.next_news())["refused"], QueueFull)
+    rig.submit(job("refused"), job("broken"), job("a"))
+    errors = failures(rig.next_news())
+    assert isinstance(errors["refused"], QueueFull)
+    assert isinstance(errors["broken"], EngineFault)
     rig.answer(rig.next_plan())
     assert [event.request_id for event in rig.next_news()] == ["a"]
 

@@ -1,0 +1,59 @@
+"""Settings are refused whole, before anything starts."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from stemserve.service.config import (
+    ConfigError,
+    ServerConfig,
+    ServiceConfig,
+    WorkerConfig,
+    default_model_cache,
+)
+
+
+@pytest.mark.parametrize(
+    ("make", "problem"),
+    [
+        (lambda: ServerConfig(port=-1), "port -1 is not in 0 .. 65535"),
+        (lambda: ServerConfig(port=7, health_port=7), "the ports must differ"),
+        (lambda: ServerConfig(drain_s=float("nan")), "drain_s nan"),
+        (lambda: WorkerConfig(load_format="pickle"), "'pickle' is not one of auto, dummy"),
+        (lambda: WorkerConfig(dtype="int3"), "'int3' is not one of auto, float32"),
+        (lambda: WorkerConfig(device="tpu"), "'tpu' is not one of auto, cpu, cuda"),
+        (lambda: WorkerConfig(kernel="magic"), "'magic' is not one of naive, split"),
+        (lambda: WorkerConfig(threads=0), "threads 0 must be at least 1"),
+        (lambda: WorkerConfig(kv_pages=5, kv_memory_bytes=5), "kv_pages or kv_memory, not both"),
+        (lambda: WorkerConfig(step_timeout_s=0), "step_timeout_s 0 must be more than 0"),
+        (lambda: ServiceConfig(log_level="loud"), "'loud' is not one of debug, info"),
+    ],
+)
+def test_a_setting_that_cannot_work_is_named(make: Callable[[], object], problem: str) -> None:
+    with pytest.raises(ConfigError, match=problem):
+        make()
+
+
+def test_any_number_of_ports_may_be_chosen_by_the_system() -> None:
+    assert ServerConfig(port=0, health_port=0, metrics_port=0).port == 0
+
+
+def test_the_worker_is_told_only_what_was_asked_for() -> None:
+    config = WorkerConfig(dtype="float32", threads=2)
+    words = config.command(Path("/models/m"), max_step_tokens=64)
+    options = dict(zip(words[3::2], words[4::2], strict=True))
+    assert options == {
+        "--model": "/models/m",
+        "--load-format": "auto",
+        "--dtype": "float32",
+        "--threads": "2",
+        "--max-step-tokens": "64",
+    }
+
+
+def test_the_cache_follows_the_desktop_convention(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", "/somewhere")
+    assert default_model_cache() == Path("/somewhere/stemserve")
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    assert default_model_cache() == Path.home() / ".cache" / "stemserve"

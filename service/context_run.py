@@ -123,9 +123,9 @@ class ContextRun:
     def _plan_items(self, step: StepBuilder, pieces: StepPieces) -> bool:
         """Pack as many whole units as fit. False: not even the next one does."""
         layout, first = self._layout, self._unit
-        row_limit = layout.row_indptr[first] + step.room
-        end = int(np.searchsorted(layout.row_indptr, row_limit, side="right")) - 1
-        end = min(end, self._end_unit)
+        row_limit = int(layout.row_indptr[first]) + step.room
+        fitting = int(np.searchsorted(layout.row_indptr, row_limit, side="right")) - 1
+        end = min(fitting, self._end_unit)
         is_long = layout.unit_rows[first:end] > self._options.max_item_rows
         if is_long.any():
             end = first + int(is_long.argmax())

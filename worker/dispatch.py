@@ -1,18 +1,18 @@
 """The choice of a strategy for each attention group, by predicted cost."""
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Protocol, assert_never
+from typing import Protocol
 
 import numpy as np
-from numpy.typing import NDArray
 
-from stemserve.kernels.layout import AttentionLayout, Int32
+from stemserve.kernels.layout import AttentionLayout
 from stemserve.kernels.strategy import Kernel, Phase, Strategy, Work
 from stemserve.proto.v1 import inference_pb2
 from stemserve.worker.layout import AttentionGroup, Candidate, candidates, group, sub_layout
+from stemserve.worker.shape_signature import Signature, signature
 from stemserve.worker.step import Step
 
 log = logging.getLogger(__name__)
@@ -74,21 +74,20 @@ class Dispatcher:
         self._strategies = strategies
         self._costs = costs
         self._forced = forced
-        self._choices: dict[tuple[object, ...], _Verdict] = {}
+        self._choices: dict[Signature, _Verdict] = {}
         self._fallbacks_logged: set[str] = set()
         self.fallbacks = 0
 
     def choose(self, step: Step) -> list[Choice]:
         """The step's groups: trees with the same verdict are one group."""
-        merged: dict[tuple[Phase, Kernel, Reason], list[NDArray[np.intp]]] = {}
+        merged: dict[tuple[Phase, Kernel, Reason], list[Candidate]] = {}
         for candidate in candidates(step):
             kernel, reason = self._verdict(step.layout, candidate)
-            merged.setdefault((candidate.phase, kernel, reason), []).append(candidate.segments)
+            merged.setdefault((candidate.phase, kernel, reason), []).append(candidate)
         return [
-            Choice(group=attention_group, strategy=strategy, reason=reason)
-            for (phase, kernel, reason), parts in merged.items()
-            for strategy in [self._strategies[phase, kernel]]
-            for attention_group in _merge(step, strategy, parts)
+            choice
+            for (_, kernel, reason), parts in merged.items()
+            for choice in self._fit(step, (kernel, reason), parts)
         ]
 
     def predict(self, attention_group: AttentionGroup) -> list[Prediction]:
@@ -99,16 +98,31 @@ class Dispatcher:
         """Predicted seconds in one layer."""
         return self._costs.work_seconds(work)
 
+    def _fit(self, step: Step, verdict: _Verdict, parts: list[Candidate]) -> Iterator[Choice]:
+        """The parts as one group, or as several where a strategy takes one tree at a time only."""
+        phase, (kernel, reason) = parts[0].phase, verdict
+        strategy = self._strategies[phase, kernel]
+        merged = group(step, phase, np.sort(np.concatenate([part.segments for part in parts])))
+        if strategy.refusal(merged.layout) is None:
+            yield Choice(group=merged, strategy=strategy, reason=reason)
+        elif len(parts) > 1:
+            for part in parts:
+                yield from self._fit(step, verdict, [part])
+        else:
+            # The verdict was remembered from a similar shape.
+            kernel, reason = self._decide(parts[0], merged.layout)
+            yield Choice(group=merged, strategy=self._strategies[phase, kernel], reason=reason)
+
     def _verdict(self, layout: AttentionLayout, candidate: Candidate) -> _Verdict:
-        signature = _signature(layout, candidate)
-        if signature in self._choices:
+        shape = signature(layout, candidate)
+        if shape in self._choices:
             # Moved to the end: the first of the dict is the least recently used.
-            verdict = self._choices.pop(signature)
+            verdict = self._choices.pop(shape)
         else:
             verdict = self._decide(candidate, sub_layout(layout, candidate.segments))
             if len(self._choices) >= CHOICES_KEPT:
                 del self._choices[next(iter(self._choices))]
-        self._choices[signature] = verdict
+        self._choices[shape] = verdict
         if verdict[1] is Reason.FALLBACK:
             self.fallbacks += 1
         return verdict
@@ -162,35 +176,3 @@ class Dispatcher:
         log.log(level, "%s; the cost model chooses", message)
         if len(self._fallbacks_logged) < CHOICES_KEPT:
             self._fallbacks_logged.add(message)
-
-
-def _merge(step: Step, strategy: Strategy, parts: list[NDArray[np.intp]]) -> list[AttentionGroup]:
-    merged = group(step, strategy.phase, np.sort(np.concatenate(parts)))
-    if len(parts) == 1 or strategy.refusal(merged.layout) is None:
-        return [merged]
-    # A strategy may take one tree at a time only.
-    return [group(step, strategy.phase, segments) for segments in parts]
-
-
-def _signature(layout: AttentionLayout, candidate: Candidate) -> tuple[object, ...]:
-    """Equal for candidates of the same shape."""
-    rows = layout.segment_rows[candidate.segments]
-    items = layout.segment_is_item[candidate.segments]
-    kind = (candidate.phase, candidate.forced)
-    if len(rows) == 1:
-        chain = int(layout.chain_tokens[candidate.segments[0]])
-        return (*kind, int(rows[0]), bool(items[0]), chain)
-    sub = sub_layout(layout, candidate.segments)
-    shape = (rows, items, sub.segment_node, sub.node_parent, _sizes(sub, candidate.phase))
-    return (*kind, *(array.tobytes() for array in shape))
-
-
-def _sizes(layout: AttentionLayout, phase: Phase) -> Int32:
-    match phase:
-        case Phase.PREFILL:
-            return layout.node_tokens
-        case Phase.DECODE:
-            # In pages: a decode group grows by a token a step and need not be weighed each time.
-            return np.diff(layout.node_page_indptr)
-        case _:
-            assert_never(phase)

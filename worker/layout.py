@@ -11,6 +11,8 @@ from stemserve.kernels.layout import AttentionLayout, Int32
 from stemserve.kernels.strategy import Phase
 from stemserve.worker.step import DECODE, Step
 
+FORCED_KEYS = 1 << 8  # more than there are kernels
+
 
 @dataclass(frozen=True, kw_only=True)
 class Candidate:
@@ -41,13 +43,11 @@ def candidates(step: Step) -> Iterator[Candidate]:
     decode = step.segment_kind == DECODE
     # Items without a context have no tree; they count as one more, -1.
     tree = np.where(decode, -2, _roots(step.layout)[step.layout.segment_node])
-    keys = np.stack([tree, step.segment_kernel])
-    divisions, members = np.unique(keys, axis=1, return_inverse=True)
-    order = np.argsort(members, kind="stable")
-    ends = np.cumsum(np.bincount(members, minlength=divisions.shape[1]))
-    for (root, forced), segments in zip(
-        divisions.T.tolist(), np.split(order, ends[:-1]), strict=True
-    ):
+    keys = tree.astype(np.int64) * FORCED_KEYS + step.segment_kernel
+    order = np.argsort(keys, kind="stable")
+    ends = np.flatnonzero(np.diff(keys[order])) + 1
+    for segments in np.split(order, ends):
+        root, forced = divmod(int(keys[segments[0]]), FORCED_KEYS)
         phase = Phase.DECODE if root == -2 else Phase.PREFILL
         yield Candidate(phase=phase, forced=forced, segments=segments)
 

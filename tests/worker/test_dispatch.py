@@ -162,6 +162,37 @@ def test_decode_rows_and_prompts_are_chosen_for_apart() -> None:
     ]
 
 
+def test_a_choice_remembered_from_a_similar_shape_does_not_run_what_refuses() -> None:
+    @dataclass(kw_only=True)
+    class Short(Toy):
+        def refusal(self, layout: AttentionLayout) -> str | None:
+            return "too long" if layout.chain_tokens.max() > 101 else None
+
+    naive, _ = naive_and_split()
+    short = Short(kernel=Kernel.SPLIT, phase=Phase.PREFILL, seconds_a_token=1)
+    dispatcher = Dispatcher(toys(naive, short), TokenCosts(), forced=None)
+    found: list[Kernel] = []
+    for tokens in (100, 102, 100):
+        plan = PlanBuilder()
+        plan.prefill(plan.node(tokens, range(-(-tokens // 4))), [1])
+        (choice,) = dispatcher.choose(decode_step(plan.build(), LIMITS))
+        found.append(choice.strategy.kernel)
+    assert found == [Kernel.SPLIT, Kernel.NAIVE, Kernel.SPLIT]
+
+
+def test_a_large_decode_group_is_not_weighed_at_every_page() -> None:
+    paged = Toy(kernel=Kernel.PAGED, phase=Phase.DECODE, seconds_a_token=1)
+    dispatcher = Dispatcher(toys(paged), TokenCosts(), forced=None)
+    lengths = np.random.default_rng(1).integers(200, 300, 100)
+    for more in range(20):
+        plan = PlanBuilder()
+        for number, tokens in enumerate((lengths + more).tolist()):
+            first = 100 * number
+            plan.decode(plan.node(tokens, range(first, first - (-tokens // 4))), 1)
+        dispatcher.choose(decode_step(plan.build(), LIMITS))
+    assert paged.asked <= 3
+
+
 def test_a_shape_is_weighed_once() -> None:
     naive, split = naive_and_split()
     dispatcher = Dispatcher(toys(naive, split), TokenCosts(), forced=None)

@@ -10,6 +10,7 @@ import time
 import urllib.request
 from collections.abc import Callable
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import grpc
@@ -150,15 +151,25 @@ async def test_a_second_sigterm_ends_at_once(serve_fake: StartServer) -> None:
     assert await asyncio.to_thread(server.wait, 10) == 128 + signal.SIGTERM
 
 
-async def test_a_cancelled_generation_leaves_nothing_running(serve_fake: StartServer) -> None:
+@pytest.mark.parametrize("seed", [1, 2])
+async def test_cancelled_generations_leave_nothing_running(
+    serve_fake: StartServer, seed: int
+) -> None:
+    """Left at any moment: before admission, in prefill, between tokens."""
+    random = Random(seed)
     _, ports = serve_fake()
     async with client_of(ports) as client:
-        stream = client.generate(long_generation(4000))
-        await anext(stream)
-        await stream.aclose()
+        calls = [
+            asyncio.create_task(count_tokens(client, long_generation(4000))) for _ in range(50)
+        ]
+        for call in random.sample(calls, len(calls)):
+            await asyncio.sleep(random.uniform(0.0, 0.02))
+            call.cancel()
         async with asyncio.timeout(30):
             while (load := await client.load()).running_requests or load.used_pages:
                 await asyncio.sleep(0.02)
+        assert load.queued_requests == 0
+        await client.score(["a"], LIKELIHOOD, query="q")
 
 
 async def test_a_deadline_that_passes_is_answered_as_such(serve_fake: StartServer) -> None:

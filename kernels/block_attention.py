@@ -24,7 +24,8 @@ def attend(
 ) -> AttentionState:  # [batch, rows, query_heads, head_dim], [batch, rows, query_heads]
     """Every row must see at least one token."""
     if q.device.type != "cpu":
-        return _attend_by_matmul(q, k, v, shape, _additive_mask(q, k, causal, mask))
+        hidden = causal_mask(q.shape[1], k.shape[1], q.device) if causal else mask
+        return attend_by_matmul(q, k, v, shape, hidden)
     rows_alike = not causal and (mask is None or mask.shape[2] == 1)
     few_rows = q.shape[1] <= MAX_FOLDED_ROWS and k.shape[1] >= MIN_FOLDED_KEYS
     if rows_alike and few_rows and shape.group > 1:
@@ -62,16 +63,15 @@ def _attend_folded(
     )
 
 
-def _additive_mask(q: Tensor, k: Tensor, causal: bool, mask: Tensor | None) -> Tensor | None:
-    if not causal:
-        return mask
-    hidden = torch.ones(q.shape[1], k.shape[1], dtype=torch.bool, device=q.device).triu(1)
-    return torch.zeros(hidden.shape, device=q.device).masked_fill_(hidden, -torch.inf)[None, None]
+def causal_mask(rows: int, tokens: int, device: torch.device) -> Tensor:  # [1, 1, rows, tokens]
+    hidden = torch.ones(rows, tokens, dtype=torch.bool, device=device).triu(1)
+    return torch.zeros(rows, tokens, device=device).masked_fill_(hidden, -torch.inf)[None, None]
 
 
-def _attend_by_matmul(
+def attend_by_matmul(
     q: Tensor, k: Tensor, v: Tensor, shape: HeadShape, mask: Tensor | None
 ) -> AttentionState:
+    """On any device, in float32; the scores are in memory as a whole."""
     batch, rows = q.shape[:2]
     heads = (shape.kv_heads, shape.group)
     grouped = q.float().reshape(batch, rows, *heads, shape.head_dim).permute(0, 2, 3, 1, 4)

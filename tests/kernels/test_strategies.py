@@ -20,7 +20,7 @@ from tests.kernels.forests import (
 from torch import Tensor
 
 from stemserve.kernels import reference
-from stemserve.kernels.attention_state import AttentionState
+from stemserve.kernels.attention_state import AttentionState, LayerKV
 from stemserve.kernels.codec_plan import CodecLimits
 from stemserve.kernels.cost_model import CostTable
 from stemserve.kernels.layout import AttentionLayout, HeadShape
@@ -190,6 +190,20 @@ def test_states_are_contiguous(kernel: Kernel, costs: CostTable) -> None:
     )
     assert state.out.is_contiguous() and state.lse.is_contiguous()
     assert state.lse.dtype == torch.float32
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("seed", range(6))
+def test_the_torch_paths_run_on_a_gpu(seed: int, costs: CostTable) -> None:
+    rng, shape, cuda = np.random.default_rng(seed), SHAPES[seed % len(SHAPES)], torch.device("cuda")
+    for decode in (False, True):
+        layout = random_layout(rng, page_size=16, decode=decode)
+        inputs = random_inputs(layout, shape, seed)
+        q, kv = inputs.q.to(cuda), LayerKV(*(tensor.to(cuda) for tensor in inputs.kv))
+        for (phase, _), strategy in strategies(shape, device=cuda, costs=costs).items():
+            if strategy.refusal(layout) is None and (phase is Phase.DECODE) == decode:
+                out, lse = strategy.run(strategy.plan(layout), q, kv)
+                assert_oracle(AttentionState(out.cpu(), lse.cpu()), inputs)
 
 
 def bfloat16_attention(inputs: Inputs) -> Tensor:

@@ -1,3 +1,5 @@
+"""Merging partial states: base of the LSE, empty parts, order."""
+
 import math
 
 import pytest

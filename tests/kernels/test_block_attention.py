@@ -1,3 +1,5 @@
+"""One call of the attention kernel against the oracle."""
+
 import pytest
 import torch
 from tests.kernels.forests import head_shape

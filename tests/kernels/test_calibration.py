@@ -1,3 +1,5 @@
+"""A calibration on a small grid."""
+
 import torch
 from tests.kernels.forests import head_shape
 

@@ -1,3 +1,5 @@
+"""CoDec's task division: coverage, limits, balance, reduction order."""
+
 import numpy as np
 import pytest
 from tests.kernels.forests import Node, Segment, make_layout, random_layout

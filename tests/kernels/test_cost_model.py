@@ -1,3 +1,5 @@
+"""Estimates between and beyond grid points; refusals of wrong tables."""
+
 import json
 from dataclasses import replace
 from typing import Any

@@ -1,3 +1,5 @@
+"""Masks that the caller gives: speculation trees, blind rows, wrong shapes."""
+
 import numpy as np
 import pytest
 import torch

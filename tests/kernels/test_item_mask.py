@@ -1,3 +1,5 @@
+"""The structured mask against the explicit one."""
+
 import numpy as np
 import pytest
 import torch

@@ -1,3 +1,5 @@
+"""Bits of explicit masks."""
+
 import numpy as np
 import pytest
 

@@ -1,3 +1,5 @@
+"""Runs of a forest against the block tables of its rows."""
+
 import numpy as np
 import pytest
 from tests.kernels.forests import Node, Segment, make_layout, random_layout

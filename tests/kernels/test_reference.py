@@ -1,3 +1,5 @@
+"""The oracle itself, against means worked out by hand."""
+
 import pytest
 import torch
 from tests.kernels.forests import (

@@ -1,3 +1,5 @@
+"""Which strategies there are."""
+
 import torch
 from tests.kernels.forests import head_shape
 

@@ -16,7 +16,8 @@ MAX_STEP_TOKENS = 32_768
 
 DESCRIPTION = """\
 Run one worker: a model, its KV cache and its kernels on one GPU or on the CPU.
-A service (stemserve serve) connects to it; it speaks gRPC and answers once the model is loaded."""
+A service (stemserve serve) connects to it; it speaks gRPC and answers once the model is loaded.
+`python -m stemserve.worker calibrate --help`: measure costs for --cost-table."""
 
 
 class Device(StrEnum):
@@ -90,7 +91,7 @@ def _parser() -> argparse.ArgumentParser:
         help="unix:/path.sock (made with mode 0600) or host:port (no TLS: keep it on loopback)",
     )
     process.add_argument(
-        "--threads", type=_positive, metavar="N", help="CPU threads of torch (default: torch's)"
+        "--threads", type=positive, metavar="N", help="CPU threads of torch (default: torch's)"
     )
     process.add_argument(
         "--parent-fd",
@@ -136,30 +137,30 @@ def _add_model(parser: argparse.ArgumentParser) -> None:
 def _add_cache(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("KV cache and limits")
     size = group.add_mutually_exclusive_group()
-    size.add_argument("--kv-pages", type=_positive, metavar="N", help="pages of the KV cache")
+    size.add_argument("--kv-pages", type=positive, metavar="N", help="pages of the KV cache")
     size.add_argument(
         "--kv-memory-bytes",
-        type=_positive,
+        type=positive,
         metavar="N",
         help="bytes of the KV cache (default: a share of the free memory)",
     )
     group.add_argument(
         "--page-size",
-        type=_positive,
+        type=positive,
         default=PAGE_SIZE,
         metavar="N",
         help="tokens of a page (default: %(default)s)",
     )
     group.add_argument(
         "--max-step-tokens",
-        type=_positive,
+        type=positive,
         default=MAX_STEP_TOKENS,
         metavar="N",
         help="rows of one step; a larger plan is refused (default: %(default)s)",
     )
     group.add_argument(
         "--sampler-slots",
-        type=_positive,
+        type=positive,
         default=SAMPLER_SLOTS,
         metavar="N",
         help="sequences that may be sampled at a time (default: %(default)s)",
@@ -183,11 +184,11 @@ def _add_kernels(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def _positive(text: str) -> int:
+def positive(text: str) -> int:
     value = int(text)
     if value < 1:
         raise ValueError(text)
     return value
 
 
-_positive.__name__ = "positive number"  # argparse names the type in its message
+positive.__name__ = "positive number"  # argparse names the type in its message

@@ -11,6 +11,7 @@ from contextlib import contextmanager
 import grpc
 
 from stemserve.proto.v1 import worker_pb2_grpc
+from stemserve.worker.calibrate import calibrate
 from stemserve.worker.config import ConfigError, WorkerConfig, parse_config
 from stemserve.worker.lifetime import Lifetime, Stopped
 from stemserve.worker.models.errors import ModelError
@@ -40,6 +41,8 @@ def main(arguments: Sequence[str]) -> int:
         format="%(asctime)s %(levelname)s %(name)s: %(message)s",
     )
     try:
+        if list(arguments[:1]) == ["calibrate"]:
+            return calibrate(arguments[1:])
         config = parse_config(arguments)
         with Lifetime.watched(config.parent_fd) as lifetime:
             return _run(config, lifetime)

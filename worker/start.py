@@ -45,7 +45,7 @@ def make_parts(config: WorkerConfig, progress: Progress, check: Callable[[], Non
     model = load_model(
         config.model,
         load_format=config.load_format,
-        dtype=_dtype(config.dtype, device),
+        dtype=pick_dtype(config.dtype, device),
         device=device,
         progress=progress,
     )
@@ -120,7 +120,8 @@ def warm_up(runner: ModelRunner, limits: StepLimits) -> None:
     log.info("warm-up step took %.2f s", time.perf_counter() - started)
 
 
-def _dtype(choice: Dtype, device: torch.device) -> torch.dtype | None:
+def pick_dtype(choice: Dtype, device: torch.device) -> torch.dtype | None:
+    """None: the checkpoint's."""
     match choice:
         case Dtype.AUTO:
             return torch.float32 if device.type == "cpu" else None

@@ -18,7 +18,7 @@ from tests.worker.plans import PlanBuilder
 from tests.worker.tiny_model import COSTS, CPU, VOCAB, oracle_logprobs, save_tiny_model
 from transformers import LlamaForCausalLM
 
-from stemserve.kernels.cost_model import CostTable
+from stemserve.kernels.cost_model import CostTable, load_cost_table
 from stemserve.kernels.host_array import device_tensor
 from stemserve.proto.v1 import inference_pb2, worker_pb2, worker_pb2_grpc
 from stemserve.worker.blobs import decode_float32
@@ -207,6 +207,32 @@ def test_the_worker_ends_with_its_parent(
         assert worker.process.poll() is None
         os.close(write_end)
         assert worker.process.wait(START_S) == 0
+
+
+def test_a_signal_ends_a_worker_that_is_still_starting(
+    folder: Path, oracle: LlamaForCausalLM, tmp_path: Path
+) -> None:
+    # No table of costs comes with this type: the worker measures for some seconds.
+    words = command(folder, tmp_path / "w.sock", "--dtype", "bfloat16")
+    words = [word for word in words if "cost" not in word]
+    with subprocess.Popen(words, stderr=subprocess.PIPE, text=True) as process:
+        if process.stderr is None:
+            pytest.fail("no stderr")
+        assert any("measuring" in line for line in process.stderr)
+        process.terminate()
+        assert "told to end before serving" in process.stderr.read()
+    assert process.returncode == 0
+
+
+def test_calibrate_writes_a_table_that_a_worker_takes(
+    folder: Path, oracle: LlamaForCausalLM, tmp_path: Path
+) -> None:
+    output = tmp_path / "measured.json"
+    words = [sys.executable, "-m", "stemserve.worker", "calibrate", "--threads", "1"]
+    words += ["--model", str(folder), "--output", str(output)]
+    subprocess.run(words, check=True, timeout=120, capture_output=True)
+    table = load_cost_table(output)
+    assert (table.device, table.dtype, table.query_heads, table.threads) == ("cpu", "float32", 4, 1)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,158 @@
+"""From flags to a runner: defaults, refusals, costs."""
+
+import logging
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+import torch
+from tests.worker.plans import PlanBuilder
+from tests.worker.tiny_model import COSTS, CPU, save_tiny_model
+from transformers import LlamaConfig, LlamaForSequenceClassification
+
+from stemserve.kernels.cost_model import load_cost_table
+from stemserve.kernels.layout import HeadShape
+from stemserve.kernels.strategy import Kernel
+from stemserve.worker.blobs import decode_float32
+from stemserve.worker.config import ConfigError, WorkerConfig, parse_config
+from stemserve.worker.costs import device_costs
+from stemserve.worker.memory import GIB, free_bytes, kv_pages
+from stemserve.worker.models.loader import LoadFormat
+from stemserve.worker.start import Parts, make_parts
+
+HEADS = HeadShape(query_heads=4, kv_heads=2, head_dim=8, scale=0.5)
+
+
+@pytest.fixture(scope="module")
+def costs_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("costs") / "costs.json"
+    path.write_text(COSTS.to_json())
+    return path
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("tiny")
+    save_tiny_model(path, seed=1)
+    return path
+
+
+def config(folder: Path, *more: str) -> WorkerConfig:
+    return parse_config(["--listen", "unix:/tmp/w.sock", "--model", str(folder), *more])
+
+
+def parts(folder: Path, costs_file: Path, *more: str) -> Parts:
+    flags = ("--kv-pages", "32", "--page-size", "4", "--cost-table", str(costs_file), *more)
+    return make_parts(config(folder, *flags), lambda done, total: None, lambda: None)
+
+
+def test_flags_have_the_documented_defaults(folder: Path) -> None:
+    found = config(folder)
+    assert (found.page_size, found.load_format, found.kernel) == (16, LoadFormat.AUTO, None)
+    assert (found.kv_pages, found.kv_memory_bytes, found.parent_fd) == (None, None, None)
+    assert found.unix_path == Path("/tmp/w.sock")
+
+
+@pytest.mark.parametrize("kernel", [*Kernel])
+def test_a_kernel_is_forced_by_its_name(folder: Path, kernel: Kernel) -> None:
+    assert config(folder, "--kernel", kernel).kernel is kernel
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ["--kernel", "fastest"],
+        ["--kv-pages", "0"],
+        ["--kv-pages", "5", "--kv-memory-bytes", "5"],
+        ["--page-size", "x"],
+        ["--dtype", "int8"],
+        ["--no-such-flag"],
+    ],
+)
+def test_bad_flags_end_with_code_2(
+    folder: Path, flags: Sequence[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        config(folder, *flags)
+    assert ended.value.code == 2
+    assert flags[0] in capsys.readouterr().err
+
+
+def test_a_kv_cache_of_given_bytes_has_as_many_pages_as_fit() -> None:
+    assert kv_pages(None, 1000, 300, CPU) == 3
+    assert kv_pages(7, None, 300, CPU) == 7
+
+
+def test_a_kv_cache_that_does_not_fit_is_refused() -> None:
+    with pytest.raises(ConfigError, match="not enough memory: 1000000 KV pages"):
+        kv_pages(10**6, None, GIB, CPU)
+    with pytest.raises(ConfigError, match="no room for one page"):
+        kv_pages(None, 299, 300, CPU)
+
+
+def test_by_default_the_kv_cache_takes_a_share_of_the_free_memory() -> None:
+    page = 1 << 20
+    assert 0 < kv_pages(None, None, page, CPU) * page <= free_bytes(CPU) // 3
+
+
+def test_a_given_cost_table_is_scaled_to_the_models_heads(costs_file: Path, folder: Path) -> None:
+    facts = parts(folder, costs_file).facts
+    assert facts.query_heads == 4
+    assert facts.cost_table_json == load_cost_table(costs_file).to_json()
+
+
+@pytest.mark.parametrize("text", ["", "{}", '{"format_version": 9}'])
+def test_a_cost_table_that_cannot_be_read_is_refused(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "costs.json"
+    path.write_text(text)
+    with pytest.raises(ConfigError, match=r"--cost-table .*costs.json"):
+        device_costs(path, HEADS, torch.float32, CPU, lambda done, total: None)
+
+
+def test_an_unknown_combination_is_measured_and_that_may_be_interrupted(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    class Ended(Exception):
+        pass
+
+    def progress(done: int, total: int) -> None:
+        if done == 1:
+            raise Ended
+
+    with caplog.at_level(logging.INFO), pytest.raises(Ended):
+        device_costs(None, HEADS, torch.float64, CPU, progress)
+    assert "no table for cpu with float64; measuring" in caplog.text
+
+
+def test_a_classification_head_scores_the_rows_that_are_asked(
+    tmp_path: Path, costs_file: Path
+) -> None:
+    torch.manual_seed(4)  # pyright: ignore[reportUnknownMemberType]
+    described = LlamaConfig(
+        vocab_size=60,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=64,
+        pad_token_id=0,
+        initializer_range=0.4,
+    )
+    described.num_labels = 3
+    oracle = LlamaForSequenceClassification(described)  # type: ignore[no-untyped-call]
+    oracle.train(False)
+    oracle.save_pretrained(tmp_path)  # pyright: ignore[reportUnknownMemberType]
+    made = parts(tmp_path, costs_file)
+    assert not made.facts.has_lm_head
+    assert list(made.facts.class_labels) == ["LABEL_0", "LABEL_1", "LABEL_2"]
+    plan = PlanBuilder()
+    prompts = [[5, 6, 7, 8, 9], [11, 12]]
+    for number, prompt in enumerate(prompts):
+        pages = [2 * number, 2 * number + 1][: -(-len(prompt) // 4)]
+        row = plan.prefill(plan.node(len(prompt), pages), prompt)
+        plan.classify.append(row + len(prompt) - 1)
+    found = decode_float32("", made.runner.step(plan.build()).class_scores).reshape(2, 3)
+    with torch.no_grad():
+        expected = torch.cat([oracle(torch.tensor([prompt])).logits for prompt in prompts])
+    assert abs(found - expected.numpy()).max() < 1e-4

@@ -182,7 +182,7 @@ class KvCache:
         """The page behind which the next one goes; None: there is none."""
         if known is not None:
             return known if known.planned == known.size else None
-        if node.refs > 1 or not node.attached:
+        if not node.attached:
             return None
         self.tree.extend_key(node, key)
         node.planned = node.size

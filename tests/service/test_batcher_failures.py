@@ -60,6 +60,22 @@ def test_a_step_in_flight_that_builds_on_a_failed_one_fails_with_it() -> None:
     assert_right(late, rig.answers["late"])
 
 
+def test_a_page_begun_with_a_copy_of_a_failed_one_fails_with_it() -> None:
+    rig = make_rig()
+    rig.submit(label_job("source", [random_tokens(1, 12)], [[1]], [0]))
+    rig.plan()
+    copier = label_job("copier", [random_tokens(1, 10) + [9, 9, 9]], [[1]], [0])
+    rig.submit(copier)
+    plan = rig.plan()
+    assert plan is not None and unpack_int32(plan.copies)[2] == 10
+    rig.answer("a loose cable")
+    rig.answer()
+    assert isinstance(rig.answers["copier"].error, EngineFault)
+    rig.submit(late := replace(copier, request_id="late"))
+    finish(rig)
+    assert_right(late, rig.answers["late"])
+
+
 def test_a_job_that_waits_for_a_failed_context_computes_it_itself() -> None:
     rig = make_rig(budget=16)
     context = random_tokens(1, 40)

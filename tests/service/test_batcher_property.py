@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 import numpy as np
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from tests.service.batcher_rig import Rig, make_rig
 from tests.service.toy_jobs import assert_right, generate_job, label_job, likelihood_job
@@ -143,6 +143,19 @@ def test_any_company_gives_the_answers_of_one_by_one_evaluation(setting: Setting
     check(rig, jobs, dropped, faults=setting.faults)
 
 
+RESUMED_BEHIND_A_COPY = Setting(
+    seed=454,
+    budget=8,
+    pages=8,
+    slots=8,
+    steps_in_flight=1,
+    jobs=5,
+    cancels=False,
+    faults=False,
+)
+
+
+@example(setting=RESUMED_BEHIND_A_COPY, spare_pages=1)
 @given(setting=SETTINGS, spare_pages=st.integers(0, 3))
 @settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 def test_generations_that_outgrow_the_pool_end_as_if_they_were_alone(

@@ -1,14 +1,14 @@
-"""Tiny random models made with transformers, and plain causal attention."""
+"""Tiny random models saved to a folder, and plain causal attention."""
 
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Protocol
 
 import pytest
 import torch
 import torch.nn.functional as F
-import transformers
+from tests.reference_models import random_model
 from torch import Tensor
 
 from stemserve.worker.models.layers import Attend
@@ -59,28 +59,3 @@ def save_model(tmp_path: Path) -> SaveModel:
         return model
 
     return save
-
-
-def random_model(class_name: str, **config: object) -> Any:
-    """Every parameter is random, norms and biases too, and logits are of order 1."""
-    model_class: Callable[..., Any] = getattr(transformers, class_name)
-    family = class_name.removesuffix("ForCausalLM").removesuffix("ForSequenceClassification")
-    sizes = {
-        "vocab_size": 97,
-        "hidden_size": 48,
-        "intermediate_size": 80,
-        "num_hidden_layers": 3,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "max_position_embeddings": 256,
-        "bos_token_id": 1,
-        "eos_token_id": 2,
-        "pad_token_id": None,
-    }
-    model = model_class(getattr(transformers, f"{family}Config")(**{**sizes, **config})).eval()
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            mean = 1.0 if "norm" in name else 0.0
-            spread = 0.3 if parameter.dim() == 1 else parameter.shape[1] ** -0.5
-            parameter.normal_(mean, spread)
-    return model

@@ -1,12 +1,11 @@
 """The default model against transformers' own reading of the same file."""
 
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from tests.reference_models import default_reference
 
 from stemserve.worker.models.gguf_config import read_gguf_config
 from stemserve.worker.models.gguf_file import GgufFile
@@ -21,27 +20,7 @@ IS, PARIS = 4, 5
 
 @pytest.fixture(scope="module")
 def reference(default_model_path: Path) -> Any:
-    """Built without any of our code: a config by hand, tensors by transformers."""
-    config = LlamaConfig(
-        vocab_size=49152,
-        hidden_size=576,
-        intermediate_size=1536,
-        num_hidden_layers=30,
-        num_attention_heads=9,
-        num_key_value_heads=3,
-        max_position_embeddings=8192,
-        rms_norm_eps=1e-5,
-        rope_parameters={"rope_type": "default", "rope_theta": 100000.0},
-        tie_word_embeddings=True,
-    )
-    model: Any = LlamaForCausalLM(config)
-    reader: Any = import_module("transformers.modeling_gguf_pytorch_utils")
-    tensors = reader.load_gguf_checkpoint(
-        str(default_model_path), return_tensors=True, model_to_load=model
-    )["tensors"]
-    outcome = model.load_state_dict(tensors, strict=False)
-    assert (outcome.missing_keys, outcome.unexpected_keys) == (["lm_head.weight"], [])
-    return model.eval()
+    return default_reference(default_model_path)
 
 
 def test_every_weight_is_the_one_that_transformers_reads(

@@ -1,6 +1,7 @@
 """The choice of a strategy for each attention group, by predicted cost."""
 
 import logging
+import threading
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
@@ -76,19 +77,21 @@ class Dispatcher:
         self._forced = forced
         self._choices: dict[Signature, _Verdict] = {}
         self._fallbacks_logged: set[str] = set()
+        self._lock = threading.Lock()  # predictions are asked for while steps run
         self.fallbacks = 0
 
     def choose(self, step: Step) -> list[Choice]:
         """The step's groups: trees with the same verdict are one group."""
         merged: dict[tuple[Phase, Kernel, Reason], list[Candidate]] = {}
-        for candidate in candidates(step):
-            kernel, reason = self._verdict(step.layout, candidate)
-            merged.setdefault((candidate.phase, kernel, reason), []).append(candidate)
-        return [
-            choice
-            for (_, kernel, reason), parts in merged.items()
-            for choice in self._fit(step, (kernel, reason), parts)
-        ]
+        with self._lock:
+            for candidate in candidates(step):
+                kernel, reason = self._verdict(step.layout, candidate)
+                merged.setdefault((candidate.phase, kernel, reason), []).append(candidate)
+            return [
+                choice
+                for (_, kernel, reason), parts in merged.items()
+                for choice in self._fit(step, (kernel, reason), parts)
+            ]
 
     def predict(self, attention_group: AttentionGroup) -> list[Prediction]:
         """Every strategy of the group's phase, cheapest first, refusals last."""

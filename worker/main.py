@@ -26,6 +26,7 @@ EXIT_CANNOT_START = 2
 RPC_THREADS = 8  # one is held by the Run stream
 STOP_GRACE_S = 5.0
 PROGRESS_EVERY_S = 2.0
+LOOPBACK = ("localhost", "127.0.0.1", "[::1]")
 MAX_MESSAGE_BYTES = 256 << 20
 OPTIONS = (
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
@@ -113,6 +114,8 @@ def _serving(parts: Parts, config: WorkerConfig, lifetime: Lifetime) -> Generato
 
 
 def _bind(server: grpc.Server, config: WorkerConfig) -> None:
+    if config.unix_path is None and config.listen.rpartition(":")[0] not in LOOPBACK:
+        log.warning("%s is open to the network: no TLS, no authentication", config.listen)
     before = os.umask(0o177)  # the socket of a Unix address gets mode 0600
     try:
         server.add_insecure_port(config.listen)

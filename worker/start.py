@@ -1,9 +1,9 @@
 """Makes a worker's parts from its configuration: model, KV cache, costs, strategies, runner."""
 
 import logging
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import assert_never
 
 import torch
@@ -23,6 +23,7 @@ from stemserve.worker.runner import ModelRunner
 from stemserve.worker.sampler import Sampler
 from stemserve.worker.scorer import Scorer
 from stemserve.worker.step_checks import StepLimits
+from stemserve.worker.warm_up import warm_up
 
 log = logging.getLogger(__name__)
 
@@ -42,13 +43,7 @@ def make_parts(config: WorkerConfig, progress: Progress, check: Callable[[], Non
     device = pick_device(config.device)
     if config.threads is not None:
         torch.set_num_threads(config.threads)
-    model = load_model(
-        config.model,
-        load_format=config.load_format,
-        dtype=pick_dtype(config.dtype, device),
-        device=device,
-        progress=progress,
-    )
+    model = _load(config, device, progress)
     heads = model.config.heads
     costs = device_costs(config.cost_table, heads, model.dtype, device, _checking(check))
     available = strategies(heads, device=device, costs=costs)
@@ -65,6 +60,22 @@ def make_parts(config: WorkerConfig, progress: Progress, check: Callable[[], Non
     )
     warm_up(runner, limits)
     return Parts(runner=runner, facts=_facts(config, model, pool.shape, costs))
+
+
+def _load(config: WorkerConfig, device: torch.device, progress: Progress) -> Transformer:
+    try:
+        return load_model(
+            config.model,
+            load_format=config.load_format,
+            dtype=pick_dtype(config.dtype, device),
+            device=device,
+            progress=progress,
+        )
+    except RuntimeError as error:
+        # Torch has a type of its own for a GPU only.
+        if isinstance(error, torch.OutOfMemoryError) or "allocate memory" in str(error):
+            raise ConfigError(f"not enough memory for the weights of {config.model}") from error
+        raise
 
 
 def _checking(check: Callable[[], None]) -> Progress:
@@ -87,37 +98,6 @@ def pick_device(choice: Device) -> torch.device:
             return torch.device("cuda")
         case _:
             assert_never(choice)
-
-
-def warm_up(runner: ModelRunner, limits: StepLimits) -> None:
-    """One small step: first calls allocate, pick algorithms and compile."""
-    started = time.perf_counter()
-    rows = min(limits.page_size, limits.context_tokens, limits.max_step_tokens)
-    numbers = torch.arange(rows, dtype=torch.int32).numpy()
-
-    def packed(*values: int) -> bytes:
-        return torch.tensor(values, dtype=torch.int32).numpy().tobytes()
-
-    last = packed(rows - 1)
-    plan = worker_pb2.StepPlan(
-        token_ids=(numbers % limits.vocab_size).tobytes(),
-        positions=numbers.tobytes(),
-        kv_slots=numbers.tobytes(),
-        segment_indptr=packed(0, rows),
-        segment_kind=packed(worker_pb2.SEGMENT_KIND_PREFILL),
-        segment_node=packed(0),
-        segment_kernel=packed(0),
-        node_parent=packed(-1),
-        node_page_indptr=packed(0, 1),
-        node_pages=packed(0),
-        node_tokens=packed(rows),
-        gather_rows=last if limits.has_lm_head else b"",
-        gather_indptr=packed(0, 1) if limits.has_lm_head else b"",
-        gather_ids=packed(0) if limits.has_lm_head else b"",
-        classify_rows=last if limits.classes else b"",
-    )
-    runner.step(plan)
-    log.info("warm-up step took %.2f s", time.perf_counter() - started)
 
 
 def pick_dtype(choice: Dtype, device: torch.device) -> torch.dtype | None:
@@ -174,7 +154,7 @@ def _facts(
 ) -> worker_pb2.DescribeResponse:
     described = model.config
     return worker_pb2.DescribeResponse(
-        model=config.model.stem if config.model.is_file() else config.model.name,
+        model=_model_name(config.model.resolve()),
         architecture=described.architecture,
         dtype=str(model.dtype).removeprefix("torch."),
         device=model.device.type,
@@ -193,3 +173,9 @@ def _facts(
         kv_bytes_per_token=kv.bytes_per_token,
         cost_table_json=costs.to_json(),
     )
+
+
+def _model_name(path: Path) -> str:
+    if path.name == "config.json":
+        return path.parent.name
+    return path.name if path.is_dir() else path.stem

@@ -5,7 +5,6 @@ import heapq
 
 class SamplerSlots:
     def __init__(self, num_slots: int) -> None:
-        self.num_slots = num_slots
         self._free = list(range(num_slots))
 
     @property

@@ -176,14 +176,16 @@ class ScoreProgress(JobProgress):
         return ContextRun(context, self._options, chain, scratch)
 
     def _drop_finished_runs(self) -> None:
-        finished = [run for run in self._runs if run.is_planned and run.pending_steps == 0]
-        for run in finished:
+        left: list[ContextRun] = []
+        for run in self._runs:
+            if run.pending_steps or not run.is_planned:
+                left.append(run)
+                continue
             self._computed_rows += run.computed_rows + run.item_rows
             if run.chain is not None:
                 self._cached_tokens += run.chain.length - run.computed_rows
             self._release_run(run)
-        if finished:
-            self._runs = [run for run in self._runs if run not in finished]
+        self._runs = left
 
     def _release_run(self, run: ContextRun) -> None:
         if run.scratch is not None:

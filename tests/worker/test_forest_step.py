@@ -48,8 +48,8 @@ def random_forest(seed: int) -> Forest:
         parent = path[-1] if path else -1
         is_leaf = number + 1 == len(shape) or shape[number + 1] > 0
         size = int(rng.integers(1, 10)) if is_leaf else 4 * int(rng.integers(1, 3))
-        own = rng.integers(0, VOCAB, size).tolist()
-        pages = rng.permutation(np.arange(next_page, next_page - (-size // 4))).tolist()
+        own: list[int] = rng.integers(0, VOCAB, size).tolist()
+        pages: list[int] = rng.permutation(range(next_page, next_page - (-size // 4))).tolist()
         next_page += len(pages)
         path.append(plan.node(size, pages, parent))
         chains.append((chains[parent] if parent >= 0 else []) + own)

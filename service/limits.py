@@ -21,7 +21,7 @@ class Limits:
     max_stream_calls: int = 64  # running at once on one ScoreStream
     max_queued_requests: int = 1_024
     max_queued_tokens: int = 4 << 20
-    max_step_tokens: int = 2_048
+    max_step_tokens: int = 512  # about a second of a small model on a CPU; a GPU takes more
 
     def __post_init__(self) -> None:
         for name, limit in asdict(self).items():

@@ -42,7 +42,7 @@ def random_forest(seed: int) -> Forest:
     sequences: list[list[int]] = []
     path: list[int] = []
     next_page = 0
-    shape = rng.integers(0, 3, 8).tolist()  # how far to climb before each node
+    shape: list[int] = rng.integers(0, 3, 8).tolist()  # how far to climb before each node
     for number, climb in enumerate(shape):
         path = path[: max(0, len(path) - climb)]
         parent = path[-1] if path else -1
@@ -55,8 +55,8 @@ def random_forest(seed: int) -> Forest:
         chains.append((chains[parent] if parent >= 0 else []) + own)
         plan.gather(plan.prefill(path[-1], own) + size - 1, range(VOCAB))
         sequences.append(chains[-1])
-    for node in rng.integers(-1, len(chains), 6).tolist():
-        item = rng.integers(0, VOCAB, int(rng.integers(1, 7))).tolist()
+    for node in map(int, rng.integers(-1, len(chains), 6)):
+        item: list[int] = rng.integers(0, VOCAB, int(rng.integers(1, 7))).tolist()
         plan.gather(plan.item(node, item) + len(item) - 1, range(VOCAB))
         sequences.append((chains[node] if node >= 0 else []) + item)
     return Forest(plan=plan, sequences=sequences)

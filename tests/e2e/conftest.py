@@ -1,12 +1,18 @@
-"""Real `stemserve serve` processes on free ports."""
+"""Real `stemserve serve` processes on free ports, and engines inside the test."""
 
+import random
 import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
+from tests.e2e.engine_rig import EngineRig
+from tests.e2e.random_models import MakeRig, RandomModel, RandomModels
+from tests.service.serving import byte_tokenizer
 
 from stemserve.service.default_model import fetch_default
 
@@ -70,3 +76,42 @@ def default_model() -> Path:
     """The default model's file, where `make demo` keeps it; fetched if it is not there."""
     folder = Path(__file__).parents[2] / ".cache" / "models"
     return fetch_default(folder, progress=lambda line: None)
+
+
+@pytest.fixture
+def seed() -> int:
+    """Fresh every run; a failing test shows it."""
+    seed = random.SystemRandom().randrange(2**31)
+    print(f"seed {seed}")
+    return seed
+
+
+@pytest.fixture(scope="session", autouse=True)
+def one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="session")
+def models(tmp_path_factory: pytest.TempPathFactory) -> RandomModels:
+    """Random models of all families, each made when a test first asks for it."""
+    return RandomModels(tmp_path_factory)
+
+
+@pytest.fixture
+def make_rig() -> Iterator[MakeRig]:
+    """Engines with an empty cache. With the test's end all pages must be free or cached."""
+    rigs: list[EngineRig] = []
+
+    def make(
+        model: RandomModel, *, max_step_tokens: int = 512, eos_ids: frozenset[int] = frozenset()
+    ) -> EngineRig:
+        tokenizer = replace(byte_tokenizer(), eos_ids=eos_ids)
+        rigs.append(EngineRig(model.worker, tokenizer, max_step_tokens=max_step_tokens))
+        return rigs[-1]
+
+    yield make
+    for rig in rigs:
+        rig.close()

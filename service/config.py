@@ -90,7 +90,7 @@ class WorkerConfig:
         if not self.step_timeout_s > 0:
             raise ConfigError(f"step_timeout_s {self.step_timeout_s} must be more than 0")
 
-    def command(self, model: Path, *, max_step_tokens: int) -> list[str]:
+    def command(self, model: Path, *, max_step_tokens: int, log_level: str) -> list[str]:
         """The worker process without its address."""
         options = {
             "--model": model,
@@ -103,6 +103,7 @@ class WorkerConfig:
             "--max-step-tokens": max_step_tokens,
             "--threads": self.threads,
             "--kernel": self.kernel,
+            "--log-level": log_level,
         }
         words = [sys.executable, "-m", "stemserve.worker"]
         for option, value in options.items():

@@ -27,7 +27,7 @@ class Engine(Protocol):
         ...
 
     def generate(self, job: GenerateJob) -> AsyncGenerator[GenerateChunk, None]:
-        """Chunks until the one that carries usage. Raises as `score`; closing it cancels the job."""
+        """Chunks until the one with usage. Raises as `score`; closing it cancels the job."""
         ...
 
     def stop_sample(self, request_id: str, sample: int) -> None:

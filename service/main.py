@@ -177,5 +177,7 @@ def _launcher(config: ServiceConfig, model: Path) -> Callable[[], WorkerHost]:
     address = config.worker.address
     if address is not None:
         return lambda: RemoteWorker(address)
-    command = config.worker.command(model, max_step_tokens=config.limits.max_step_tokens)
+    command = config.worker.command(
+        model, max_step_tokens=config.limits.max_step_tokens, log_level=config.log_level
+    )
     return lambda: WorkerProcess(command)

@@ -1,4 +1,4 @@
-"""What the servicers ask of the batcher, and what it answers: token arrays in, numbers out, no text."""
+"""What the servicers ask of the batcher, and what it answers: token ids in, numbers out."""
 
 from dataclasses import dataclass, field
 

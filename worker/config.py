@@ -13,6 +13,7 @@ from stemserve.worker.models.loader import LoadFormat
 PAGE_SIZE = 16
 SAMPLER_SLOTS = 1024
 MAX_STEP_TOKENS = 32_768
+LOG_LEVELS = ("debug", "info", "warning", "error")
 
 DESCRIPTION = """\
 Run one worker: a model, its KV cache and its kernels on one GPU or on the CPU.
@@ -53,6 +54,7 @@ class WorkerConfig:
     kernel: Kernel | None
     cost_table: Path | None
     parent_fd: int | None
+    log_level: str
 
     def __post_init__(self) -> None:
         if self.unix_path is None and not re.fullmatch(r".+:\d{1,5}", self.listen):
@@ -92,6 +94,12 @@ def _parser() -> argparse.ArgumentParser:
     )
     process.add_argument(
         "--threads", type=positive, metavar="N", help="CPU threads of torch (default: torch's)"
+    )
+    process.add_argument(
+        "--log-level",
+        choices=LOG_LEVELS,
+        default="info",
+        help="least severe log lines to write (default: %(default)s)",
     )
     process.add_argument(
         "--parent-fd",

@@ -33,9 +33,16 @@ class AttentionGroup:
 
     @cached_property
     def kv_tokens_one_by_one(self) -> int:
-        """KV tokens that one read a segment would take: its chain, and an item's own rows."""
-        own = np.where(self.layout.segment_is_item, self.layout.segment_rows, 0)
-        return int((self.layout.chain_tokens + own).sum(dtype=np.int64))
+        """KV tokens that one read a request would take: its chain, and an item's own rows.
+
+        A context's own rows do not count where an item ends the same chain: one by one, the item's
+        request would run them itself.
+        """
+        layout = self.layout
+        own = np.where(layout.segment_is_item, layout.segment_rows, 0)
+        item_nodes = layout.segment_node[layout.segment_is_item]
+        alone = layout.segment_is_item | ~np.isin(layout.segment_node, item_nodes)
+        return int((layout.chain_tokens + own)[alone].sum(dtype=np.int64))
 
 
 def candidates(step: Step) -> Iterator[Candidate]:

@@ -45,6 +45,7 @@ def main(arguments: Sequence[str]) -> int:
         if list(arguments[:1]) == ["calibrate"]:
             return calibrate(arguments[1:])
         config = parse_config(arguments)
+        logging.getLogger().setLevel(config.log_level.upper())
         with Lifetime.watched(config.parent_fd) as lifetime:
             return _run(config, lifetime)
     except Stopped:

@@ -41,7 +41,7 @@ def test_any_number_of_ports_may_be_chosen_by_the_system() -> None:
 
 def test_the_worker_is_told_only_what_was_asked_for() -> None:
     config = WorkerConfig(dtype="float32", threads=2)
-    words = config.command(Path("/models/m"), max_step_tokens=64)
+    words = config.command(Path("/models/m"), max_step_tokens=64, log_level="info")
     options = dict(zip(words[3::2], words[4::2], strict=True))
     assert options == {
         "--model": "/models/m",
@@ -49,6 +49,7 @@ def test_the_worker_is_told_only_what_was_asked_for() -> None:
         "--dtype": "float32",
         "--threads": "2",
         "--max-step-tokens": "64",
+        "--log-level": "info",
     }
 
 

@@ -29,6 +29,7 @@ PREFIX_TOKENS = 37  # nine pages of four and one token
 FULL_PAGES = range(9)
 TAIL_PAGE = 9
 ITEM_LENGTHS = (1, 5, 2)
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
 
 @pytest.fixture(scope="module")
@@ -137,10 +138,12 @@ def item_logprobs(story: Story, oracle: LlamaForCausalLM) -> Tensor:
 
 
 @pytest.mark.parametrize("forced", [None, *Kernel])
+@pytest.mark.parametrize("device", DEVICES)
 def test_every_strategy_agrees_with_transformers(
-    folder: Path, oracle: LlamaForCausalLM, forced: Kernel | None
+    folder: Path, oracle: LlamaForCausalLM, forced: Kernel | None, device: str
 ) -> None:
-    story = Story(make_runner(folder, forced=forced), seed=100)
+    runner = make_runner(folder, forced=forced, device=torch.device(device))
+    story = Story(runner, seed=100)
     story.prefill_all_but_the_last_chunk()
     first = story.finish_prefix()
     for index in range(1, 6):

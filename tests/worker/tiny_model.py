@@ -64,9 +64,14 @@ def save_tiny_model(folder: Path, seed: int) -> LlamaForCausalLM:
 
 
 def make_runner(
-    folder: Path, *, forced: Kernel | None = None, page_size: int = 4, costs: CostTable = COSTS
+    folder: Path,
+    *,
+    forced: Kernel | None = None,
+    page_size: int = 4,
+    costs: CostTable = COSTS,
+    device: torch.device = CPU,
 ) -> TinyRunner:
-    model = load_model(folder, dtype=torch.float32)
+    model = load_model(folder, dtype=torch.float32, device=device)
     config = model.config
     pool = KvPool(
         KvShape(
@@ -77,7 +82,7 @@ def make_runner(
             head_dim=config.head_dim,
             dtype=torch.float32,
         ),
-        CPU,
+        device,
     )
     limits = StepLimits(
         vocab_size=VOCAB,
@@ -89,14 +94,14 @@ def make_runner(
         has_lm_head=True,
         classes=0,
     )
-    sampler = Sampler(8, CPU)
-    available = strategies(config.heads, device=CPU, costs=costs)
+    sampler = Sampler(8, device)
+    available = strategies(config.heads, device=device, costs=costs)
     runner = ModelRunner(
         model,
         pool,
         Dispatcher(available, costs, forced=forced),
         sampler,
-        Scorer(model, sampler, vocab_size=VOCAB, device=CPU),
+        Scorer(model, sampler, vocab_size=VOCAB, device=device),
         limits,
     )
     return TinyRunner(runner=runner, pool=pool)

@@ -63,7 +63,7 @@ def start_worker(model: Path, *, kv_pages: int) -> InProcessWorker:
         "--cost-table": COST_TABLE,
     }
     words = [str(word) for pair in options.items() for word in pair]
-    parts = make_parts(parse_config(words), lambda *progress: None, lambda: None)
+    parts = make_parts(parse_config(words), lambda done, total: None, lambda: None)
     described = {each.name: getattr(parts.facts, each.name) for each in fields(WorkerFacts)}
     described["class_labels"] = tuple(parts.facts.class_labels)
     return InProcessWorker(runner=parts.runner, facts=WorkerFacts(**described))

@@ -29,8 +29,9 @@ class Oracle:
         return self._known[key]
 
     def logprobs(self, tokens: Sequence[int]) -> Float64:  # [tokens, vocab]
-        logits = torch.from_numpy(self.logits(tokens))
-        logprobs: Float64 = logits.log_softmax(-1).numpy()
+        logits = self.logits(tokens)
+        shifted = logits - logits.max(axis=-1, keepdims=True)
+        logprobs: Float64 = shifted - np.log(np.exp(shifted).sum(axis=-1, keepdims=True))
         return logprobs
 
     def token_logprobs(self, before: Sequence[int], tokens: Sequence[int]) -> Float64:

@@ -1,5 +1,6 @@
 """Small random models of every family: in transformers, and in a worker of ours."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -47,17 +48,16 @@ class RandomModels:
     ) -> RandomModel:
         key = (f"{family}ForCausalLM", context_tokens, kv_pages)
         if key not in self._made:
-            self._made[key] = self._make(*key, **HEADS[family])
+            self._made[key] = self._make(*key, HEADS[family])
         return self._made[key]
 
     def classifier(self, family: str, num_labels: int) -> RandomModel:
         class_name = f"{family}ForSequenceClassification"
-        return self._make(
-            class_name, CONTEXT_TOKENS, KV_PAGES, num_labels=num_labels, **HEADS[family]
-        )
+        config = {**HEADS[family], "num_labels": num_labels}
+        return self._make(class_name, CONTEXT_TOKENS, KV_PAGES, config)
 
     def _make(
-        self, class_name: str, context_tokens: int, kv_pages: int, **config: object
+        self, class_name: str, context_tokens: int, kv_pages: int, config: Mapping[str, object]
     ) -> RandomModel:
         torch.default_generator.manual_seed(20)
         model = random_model(

@@ -31,6 +31,10 @@ def random_tokens(rng: Rng, count: int) -> list[int]:
     return tokens
 
 
+def any_kernel(rng: Rng) -> inference_pb2.Kernel.ValueType:
+    return ANY_KERNEL[int(rng.integers(len(ANY_KERNEL)))]
+
+
 def random_labels(rng: Rng) -> list[list[int]]:
     """One or several tokens; some continue another, some share their start."""
     first, second, third = rng.permutation(VOCAB)[:3].tolist()
@@ -40,7 +44,7 @@ def random_labels(rng: Rng) -> list[list[int]]:
 
 def random_mode(rng: Rng) -> ScoreCase:
     """Everything but contexts and items."""
-    case = ScoreCase(contexts=(), items=(), kernel=int(rng.choice(ANY_KERNEL)))
+    case = ScoreCase(contexts=(), items=(), kernel=any_kernel(rng))
     match int(rng.integers(4)):
         case 0:
             return case
@@ -82,7 +86,7 @@ def company(rng: Rng, cases: Sequence[ScoreCase]) -> list[inference_pb2.Generate
             prompt=inference_pb2.Context(tokens=blob(prompt)),
             n=2,
             max_new_tokens=9,
-            kernel=int(rng.choice(ANY_KERNEL)),
+            kernel=any_kernel(rng),
         )
         for prompt in prompts
     ]
@@ -172,7 +176,7 @@ async def test_class_scores_equal_those_of_transformers(
     contexts = [random_tokens(rng, length) for length in PREFIX_LENGTHS]
     items = [random_tokens(rng, length) for length in (1, 3, 40, 200, 1, 8)]
     item_context = [0, 1, 2, 3, 4, 4]
-    for kernel in (0, *rng.permutation(PREFILL_KERNELS)[:3].tolist()):
+    for kernel in (any_kernel(rng), any_kernel(rng), any_kernel(rng)):
         answer = await rig.score(
             inference_pb2.ScoreRequest(
                 contexts=[inference_pb2.Context(tokens=blob(context)) for context in contexts],

@@ -1,8 +1,8 @@
-"""Small random models of every family: in transformers, and in a worker of ours."""
+"""Small models, in transformers and in a worker of ours: random ones, and one with given logits."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import pytest
 import torch
@@ -41,20 +41,44 @@ class MakeRig(Protocol):
 class RandomModels:
     def __init__(self, folders: pytest.TempPathFactory) -> None:
         self._folders = folders
-        self._made: dict[tuple[str, int, int], RandomModel] = {}
+        self._made: dict[tuple[str, int, int, int], RandomModel] = {}
 
     def lm(
-        self, family: str, *, context_tokens: int = CONTEXT_TOKENS, kv_pages: int = KV_PAGES
+        self,
+        family: str,
+        *,
+        context_tokens: int = CONTEXT_TOKENS,
+        kv_pages: int = KV_PAGES,
+        query_heads: int = 4,
     ) -> RandomModel:
-        key = (f"{family}ForCausalLM", context_tokens, kv_pages)
+        key = (family, context_tokens, kv_pages, query_heads)
         if key not in self._made:
-            self._made[key] = self._make(*key, HEADS[family])
+            config = {**HEADS[family], "num_attention_heads": query_heads}
+            class_name = f"{family}ForCausalLM"
+            self._made[key] = self._make(class_name, context_tokens, kv_pages, config)
         return self._made[key]
 
     def classifier(self, family: str, num_labels: int) -> RandomModel:
         class_name = f"{family}ForSequenceClassification"
         config = {**HEADS[family], "num_labels": num_labels}
         return self._make(class_name, CONTEXT_TOKENS, KV_PAGES, config)
+
+    def bigram(self, logits: Sequence[Sequence[float]]) -> RandomModel:
+        """The logits of the next token are the row of the last token, whatever came before."""
+        model = random_model("LlamaForCausalLM", vocab_size=len(logits))
+        hidden_size: int = model.config.hidden_size
+        weights = dict(model.named_parameters())
+        with torch.no_grad():
+            for name, weight in weights.items():
+                if name.endswith(("o_proj.weight", "down_proj.weight", "embed_tokens.weight")):
+                    weight.zero_()
+            weights["model.norm.weight"].fill_(1.0)
+            for token, row in enumerate(logits):
+                weights["model.embed_tokens.weight"][token, token] = 1.0
+                # The norm makes the square root of the hidden size of a single 1.
+                column = torch.tensor(row) / hidden_size**0.5
+                weights["lm_head.weight"][:, token] = column
+        return self._serve(model, kv_pages=KV_PAGES)
 
     def _make(
         self, class_name: str, context_tokens: int, kv_pages: int, config: Mapping[str, object]
@@ -63,6 +87,9 @@ class RandomModels:
         model = random_model(
             class_name, vocab_size=VOCAB, max_position_embeddings=context_tokens, **config
         )
-        folder = self._folders.mktemp(class_name)
+        return self._serve(model, kv_pages=kv_pages)
+
+    def _serve(self, model: Any, *, kv_pages: int) -> RandomModel:
+        folder = self._folders.mktemp("model")
         model.save_pretrained(folder)
         return RandomModel(oracle=Oracle(model), worker=start_worker(folder, kv_pages=kv_pages))

@@ -3,9 +3,9 @@
 import numpy as np
 import pytest
 from tests.e2e.engine_rig import Generated
-from tests.e2e.oracle import Oracle
-from tests.e2e.random_models import FAMILIES, VOCAB, MakeRig, RandomModels
-from tests.e2e.score_cases import TOLERANCE, ScoreCase, blob
+from tests.e2e.generate_cases import assert_samples, generation, prompt_and_tokens
+from tests.e2e.random_models import FAMILIES, VOCAB, MakeRig, RandomModel, RandomModels
+from tests.e2e.score_cases import TOLERANCE, ScoreCase
 
 from stemserve.proto.v1 import inference_pb2
 
@@ -17,8 +17,7 @@ DECODE_KERNELS = (
 ANY_KERNEL = (*DECODE_KERNELS, inference_pb2.KERNEL_UNSPECIFIED, inference_pb2.KERNEL_NAIVE)
 PROMPT_LENGTHS = (1, 15, 16, 17, 33, 100)
 NEW_TOKENS = 18  # past the end of a page
-GREEDY = inference_pb2.SamplingParams(temperature=0.0)
-STOP, LENGTH = inference_pb2.FINISH_REASON_STOP, inference_pb2.FINISH_REASON_LENGTH
+STOP = inference_pb2.FINISH_REASON_STOP
 Rng = np.random.Generator
 
 
@@ -27,48 +26,14 @@ def random_tokens(rng: Rng, count: int) -> list[int]:
     return tokens
 
 
-def prompt_and_tokens(
-    rng: Rng, oracle: Oracle, length: int, count: int = NEW_TOKENS
-) -> tuple[list[int], list[int]]:
-    """A random prompt and its greedy continuation, none of it a matter of rounding."""
-    while True:
-        prompt = random_tokens(rng, length)
-        tokens = oracle.greedy(prompt, count)
-        if tokens is not None:
-            return prompt, tokens
-
-
 def greedy(prompt: list[int], **options: object) -> inference_pb2.GenerateRequest:
-    fields: dict[str, object] = {
-        "prompt": inference_pb2.Context(tokens=blob(prompt)),
-        "sampling": GREEDY,
-        "max_new_tokens": NEW_TOKENS,
-        "ignore_eos": True,
-    }
-    request = inference_pb2.GenerateRequest()
-    for name, value in (fields | options).items():
-        _set(request, name, value)
-    return request
+    return generation(prompt, **{"max_new_tokens": NEW_TOKENS, **options})
 
 
-def _set(request: inference_pb2.GenerateRequest, name: str, value: object) -> None:
-    match value:
-        case inference_pb2.Context() | inference_pb2.SamplingParams():
-            getattr(request, name).CopyFrom(value)
-        case list():
-            getattr(request, name).extend(value)
-        case _:
-            setattr(request, name, value)
-
-
-def assert_samples(answer: object, tokens: list[int], *, n: int, finish: int = LENGTH) -> None:
-    assert isinstance(answer, Generated), answer
-    assert answer.tokens == dict.fromkeys(range(n), tokens)
-    assert answer.finish == dict.fromkeys(range(n), finish)
-    usage = answer.usage
-    parts = usage.cached_tokens + usage.shared_tokens + usage.computed_tokens
-    assert usage.prompt_tokens == parts
-    assert usage.output_tokens == n * len(tokens)
+def prompt_of(
+    rng: Rng, model: RandomModel, length: int, count: int = NEW_TOKENS
+) -> tuple[list[int], list[int]]:
+    return prompt_and_tokens(rng, model.oracle, VOCAB, length=length, count=count)
 
 
 @pytest.mark.parametrize("budget", [7, 13, 64])
@@ -79,7 +44,7 @@ async def test_any_prompts_together_cold_and_warm(
     rng = np.random.default_rng(seed)
     model = models.lm(family)
     rig = make_rig(model, max_step_tokens=budget)
-    pairs = [prompt_and_tokens(rng, model.oracle, length) for length in PROMPT_LENGTHS]
+    pairs = [prompt_of(rng, model, length) for length in PROMPT_LENGTHS]
     score = ScoreCase(contexts=[pairs[4][0]], items=[[3], random_tokens(rng, 30)])
     for _ in range(2):
         counts = rng.permutation([1, 1, 1, 3, 3, 3]).tolist()
@@ -105,7 +70,7 @@ async def test_each_forced_strategy_generates_what_transformers_does(
     rng = np.random.default_rng(seed)
     model = models.lm(family)
     rig = make_rig(model)
-    pairs = [prompt_and_tokens(rng, model.oracle, length) for length in (16, 33)]
+    pairs = [prompt_of(rng, model, length) for length in (16, 33)]
     for _ in range(2):
         requests = [greedy(prompt, n=3, kernel=kernel) for prompt, _ in pairs]
         for (_, tokens), answer in zip(pairs, await rig.run(*requests), strict=True):
@@ -122,7 +87,7 @@ async def test_b02_a_prompt_sent_twice_computes_its_last_token_only(
     model = models.lm("Llama")
     rig = make_rig(model)
     rng = np.random.default_rng(seed)
-    prompt, tokens = prompt_and_tokens(rng, model.oracle, length, 1)
+    prompt, tokens = prompt_of(rng, model, length, 1)
     for expected in (0, cached):
         answer = await rig.generate(greedy(prompt, max_new_tokens=1))
         assert_samples(answer, tokens, n=1)
@@ -140,7 +105,7 @@ async def test_a_talk_goes_on_from_what_was_generated_before(
     model = models.lm("Qwen2")
     rig = make_rig(model)
     rng = np.random.default_rng(seed)
-    prompt, tokens = prompt_and_tokens(rng, model.oracle, 17, 40)
+    prompt, tokens = prompt_of(rng, model, 17, 40)
     for done in range(0, 40, 10):
         answer = await rig.generate(
             greedy(prompt + tokens[:done], max_new_tokens=10, kernel=kernel)
@@ -157,7 +122,7 @@ async def test_logprobs_are_raw_and_equal(
     rng = np.random.default_rng(seed)
     model = models.lm(family)
     rig = make_rig(model, max_step_tokens=13)
-    prompt, tokens = prompt_and_tokens(rng, model.oracle, 17)
+    prompt, tokens = prompt_of(rng, model, 17)
     drawn_by = inference_pb2.SamplingParams(
         temperature=0.7, top_p=0.9, logit_bias={int(rng.integers(VOCAB)): 2.5}
     )
@@ -186,7 +151,7 @@ async def test_stop_ids_and_the_end_token_end_a_generation_not_before_its_minimu
 ) -> None:
     rng = np.random.default_rng(seed)
     model = models.lm("Llama")
-    prompt, tokens = prompt_and_tokens(rng, model.oracle, 33)
+    prompt, tokens = prompt_of(rng, model, 33)
     end = tokens[5]
     first = tokens.index(end) + 1
     rig = make_rig(model, eos_ids=frozenset({end}))
@@ -208,7 +173,7 @@ async def test_end_tokens_are_banned_until_the_minimum(
     rng = np.random.default_rng(seed)
     model = models.lm("Mistral")
     while True:
-        prompt, tokens = prompt_and_tokens(rng, model.oracle, 15)
+        prompt, tokens = prompt_of(rng, model, 15)
         banned = model.oracle.greedy(prompt, 10, banned=[tokens[3]])
         if banned is not None:
             break

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from tests.e2e.engine_rig import Generated
+from tests.e2e.engine_rig import Generated, Request
 from tests.e2e.generate_cases import assert_samples, generation, prompt_and_tokens
 from tests.e2e.random_models import VOCAB, MakeRig, RandomModels
 from tests.e2e.score_cases import TOLERANCE, ScoreCase, blob, packed
@@ -22,7 +22,6 @@ SHARED_KERNELS = (
     inference_pb2.KERNEL_MULTI_ITEM,
     inference_pb2.KERNEL_CUSTOM_MASK,
 )
-Kernel = inference_pb2.Kernel.ValueType
 Rng = np.random.Generator
 LABEL_TEXTS = ("!", "#")  # tokens 0 and 2
 BIGRAMS = [[0.7, 0.2, 0.1], [0.1, 0.6, 0.3], [0.25, 0.25, 0.5]]
@@ -80,7 +79,7 @@ async def test_b03_each_call_on_a_cached_prefix_has_as_many_logprobs_as_its_item
 
 @pytest.mark.parametrize("kernel", SHARED_KERNELS)
 async def test_b08_warm_runs_are_equal_bit_by_bit(
-    models: RandomModels, make_rig: MakeRig, rng: Rng, kernel: Kernel
+    models: RandomModels, make_rig: MakeRig, rng: Rng, kernel: inference_pb2.Kernel.ValueType
 ) -> None:
     model = models.lm("Llama")
     rig = make_rig(model)
@@ -93,7 +92,7 @@ async def test_b08_warm_runs_are_equal_bit_by_bit(
 
 @pytest.mark.parametrize("kernel", SHARED_KERNELS)
 async def test_b10_items_do_not_see_one_another(
-    models: RandomModels, make_rig: MakeRig, rng: Rng, kernel: Kernel
+    models: RandomModels, make_rig: MakeRig, rng: Rng, kernel: inference_pb2.Kernel.ValueType
 ) -> None:
     model = models.lm("Mistral")
     rig = make_rig(model, max_step_tokens=1024)
@@ -110,7 +109,7 @@ async def test_b10_items_do_not_see_one_another(
 
 @pytest.mark.parametrize("kernel", SHARED_KERNELS)
 async def test_b14_empty_single_repeated_and_very_uneven_items(
-    models: RandomModels, make_rig: MakeRig, rng: Rng, kernel: Kernel
+    models: RandomModels, make_rig: MakeRig, rng: Rng, kernel: inference_pb2.Kernel.ValueType
 ) -> None:
     model = models.lm("Llama")
     rig = make_rig(model, max_step_tokens=int(rng.choice([32, 512])))
@@ -125,9 +124,9 @@ async def test_b14_empty_single_repeated_and_very_uneven_items(
     (none,) = await rig.run(replace(case, items=[]).request)
     assert "there are none" in refusal(none)
     uneven = [random_tokens(rng, length) for length in (1, 1500, 1)]
-    for contexts in ([context], [[]]):
+    for before in (context, list[int]()):
         for items in ([first], [first] * 200, uneven):
-            right = replace(case, contexts=contexts, items=items)
+            right = replace(case, contexts=[before], items=items)
             right.assert_right(model.oracle, await rig.score(right.request))
 
 
@@ -148,7 +147,11 @@ async def test_b17_answers_keep_the_order_of_the_items(
 @pytest.mark.parametrize("lengths", [(3, 3), (3, 4), (1, 1, 1)])
 @pytest.mark.parametrize("kernel", SHARED_KERNELS)
 async def test_b18_sequences_of_equal_length_score_as_they_do_alone(
-    models: RandomModels, make_rig: MakeRig, rng: Rng, kernel: Kernel, lengths: tuple[int, ...]
+    models: RandomModels,
+    make_rig: MakeRig,
+    rng: Rng,
+    kernel: inference_pb2.Kernel.ValueType,
+    lengths: tuple[int, ...],
 ) -> None:
     model = models.lm("Llama")
     rig = make_rig(model)
@@ -197,7 +200,7 @@ async def test_b29_ids_outside_the_vocabulary_are_refused_while_streams_go_on(
         for length in (3, 16, 40)
     ]
     streams = [generation(prompt, max_new_tokens=12) for prompt, _ in pairs]
-    bad: list[inference_pb2.ScoreRequest | inference_pb2.GenerateRequest] = []
+    bad: list[Request] = []
     for token_id in (-1, VOCAB, VOCAB + 1, 1 << 31):
         labels = inference_pb2.LabelProbabilities(label_token_ids=[0, token_id])
         bad.append(inference_pb2.ScoreRequest(query="q", items=["i"], label_probabilities=labels))
@@ -247,7 +250,7 @@ async def test_b31_every_reply_of_a_mixed_batch_equals_its_solo_run(
         temperature=1.0, top_p=0.9, seed=7, logit_bias={5: 2.0, 9: -100.0}
     )
     items = [random_tokens(rng, length) for length in (2, 9)]
-    requests = [
+    requests: list[Request] = [
         ScoreCase(contexts=[prefix], items=items, labels=[[0], [2]]).request,
         generation(prefix, max_new_tokens=10, sampling=sampled, n=3, top_logprobs=4),
         ScoreCase(contexts=[prefix[:20]], items=items, labels=[[1], [2], [3]]).request,
@@ -311,8 +314,8 @@ async def test_b36_samples_differ_and_repeat_by_their_seed_in_any_batch(
     prompt = random_tokens(rng, 19)
     other = generation(random_tokens(rng, 30), max_new_tokens=30, n=2)
 
-    def request(**seed: int) -> inference_pb2.GenerateRequest:
-        sampling = inference_pb2.SamplingParams(temperature=2.0, **seed)
+    def request(seed: int | None = None) -> inference_pb2.GenerateRequest:
+        sampling = inference_pb2.SamplingParams(temperature=2.0, seed=seed)
         return generation(prompt, max_new_tokens=20, n=4, sampling=sampling)
 
     rig = make_rig(model, max_step_tokens=16)
@@ -365,7 +368,7 @@ async def test_b05_scores_stay_right_while_prefixes_push_each_other_out(
         for _ in range(4)
     ]
     for _ in range(5):
-        order = rng.integers(0, len(cases), 8).tolist()
+        order: list[int] = rng.integers(0, len(cases), 8).tolist()
         answers = await rig.run(*(cases[at].request for at in order))
         for at, answer in zip(order, answers, strict=True):
             cases[at].assert_right(model.oracle, answer)

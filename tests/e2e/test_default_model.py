@@ -5,7 +5,6 @@ import json
 import os
 import signal
 import subprocess
-import time
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
@@ -238,6 +237,14 @@ def children(pid: int) -> list[int]:
     return [int(child) for task in tasks for child in (task / "children").read_text().split()]
 
 
+async def generate_to_the_end(client: Client) -> None:
+    request = inference_pb2.GenerateRequest(
+        prompt=Context(text="Once"), max_new_tokens=4000, ignore_eos=True
+    )
+    async for _ in client.generate(request):
+        pass
+
+
 async def test_a_worker_killed_in_mid_step_fails_its_calls_and_the_next_one_is_right(
     server: tuple["subprocess.Popen[str]", dict[str, int]],
     client: Client,
@@ -247,19 +254,14 @@ async def test_a_worker_killed_in_mid_step_fails_its_calls_and_the_next_one_is_r
     process, ports = server
     (worker,) = children(process.pid)
     long = np.random.default_rng(1).integers(0, 49_000, 6000).astype(np.int32)
+    generating = asyncio.create_task(generate_to_the_end(client))
     scoring = asyncio.create_task(
         client.score_tokens([long[:5]], LIKELIHOOD, contexts=[Context(tokens=token_blob(long))])
-    )
-    generating = asyncio.create_task(
-        anext(
-            client.generate(
-                inference_pb2.GenerateRequest(prompt=Context(tokens=token_blob(long[::-1])))
-            )
-        )
     )
     async with asyncio.timeout(PATIENCE_S):
         while (await client.load()).running_requests < 2:
             await asyncio.sleep(0.01)
+        await asyncio.sleep(0.5)  # the first of a dozen steps
         os.kill(worker, signal.SIGKILL)
         for call in (scoring, generating):
             with pytest.raises(ClientError, match="UNAVAILABLE"):
@@ -269,8 +271,6 @@ async def test_a_worker_killed_in_mid_step_fails_its_calls_and_the_next_one_is_r
         while await check_health(ports["health"]) != HealthCheckResponse.SERVING:
             await asyncio.sleep(0.1)
     assert children(process.pid) != [worker]
-    started = time.monotonic()
     scores = await client.score([QUERY], LIKELIHOOD, query=DOCUMENTS[0])
-    assert time.monotonic() - started < PATIENCE_S
     assert scores.usage.cached_tokens == 0
     assert_likelihoods(scores, oracle, [(ids(DOCUMENTS[0]), ids(QUERY))])

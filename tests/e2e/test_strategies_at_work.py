@@ -27,7 +27,6 @@ READS_ONCE = (
 )
 PREFILL_KERNELS = (*READS_EACH[:3], *READS_ONCE[:3])
 DECODE_KERNELS = (READS_EACH[3], READS_ONCE[0], READS_ONCE[3])
-Kernel = inference_pb2.Kernel.ValueType
 
 
 def random_tokens(seed: int, count: int) -> list[int]:
@@ -43,13 +42,13 @@ def counter(rig: EngineRig, name: str, **labels: str) -> float:
     return rig.registry.get_sample_value(f"stemserve_{name}_total", labels) or 0.0
 
 
-def path_of(kernel: Kernel) -> str:
+def path_of(kernel: inference_pb2.Kernel.ValueType) -> str:
     return inference_pb2.Kernel.Name(kernel).removeprefix("KERNEL_").lower()
 
 
 @pytest.mark.parametrize("kernel", PREFILL_KERNELS)
 async def test_items_read_their_prefix_once_or_each_for_itself(
-    models: RandomModels, make_rig: MakeRig, kernel: Kernel
+    models: RandomModels, make_rig: MakeRig, kernel: inference_pb2.Kernel.ValueType
 ) -> None:
     rig = make_rig(models.lm("Llama"))
     items = [random_tokens(number, length) for number, length in enumerate(ITEM_LENGTHS)]
@@ -72,7 +71,7 @@ async def test_items_read_their_prefix_once_or_each_for_itself(
 
 @pytest.mark.parametrize("kernel", DECODE_KERNELS)
 async def test_samples_read_their_prompt_once_or_each_for_itself(
-    models: RandomModels, make_rig: MakeRig, kernel: Kernel
+    models: RandomModels, make_rig: MakeRig, kernel: inference_pb2.Kernel.ValueType
 ) -> None:
     """A sample's own page is the one that it shares with none: the last."""
     rig = make_rig(models.lm("Llama"))
@@ -98,7 +97,7 @@ async def test_samples_read_their_prompt_once_or_each_for_itself(
 
 @pytest.mark.parametrize("kernel", [READS_ONCE[0], READS_ONCE[2]])
 async def test_nested_contexts_are_read_once_at_every_level(
-    models: RandomModels, make_rig: MakeRig, kernel: Kernel
+    models: RandomModels, make_rig: MakeRig, kernel: inference_pb2.Kernel.ValueType
 ) -> None:
     rig = make_rig(models.lm("Llama"))
     root, left, right = (random_tokens(seed, 32) for seed in (1, 2, 3))
@@ -114,7 +113,7 @@ async def test_nested_contexts_are_read_once_at_every_level(
     assert sum(tokens_read(rig, group) for group in rig.groups[before:]) == 3 * 32 + 16 + 8
 
 
-async def chosen(rig: EngineRig, request: Any, phase: str) -> Kernel:
+async def chosen(rig: EngineRig, request: Any, phase: str) -> inference_pb2.Kernel.ValueType:
     before = len(rig.groups)
     await rig.run(request)
     (group,) = [group for group in rig.groups[before:] if group.phase == phase][-1:]

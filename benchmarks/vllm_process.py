@@ -38,7 +38,7 @@ class VllmPeer:
         if self._process.stdin is None or self._process.stdout is None:
             raise ValueError("the peer's standard input and output are pipes")
         self._requests, self._answers = self._process.stdin, self._process.stdout
-        self._read()
+        self.version: str = self._read()["version"]
 
     def ask(
         self,

@@ -245,6 +245,11 @@ async def generate_to_the_end(client: Client) -> None:
         pass
 
 
+async def until_running(client: Client, count: int) -> None:
+    while (await client.load()).running_requests < count:
+        await asyncio.sleep(0.01)
+
+
 async def test_a_worker_killed_in_mid_step_fails_its_calls_and_the_next_one_is_right(
     server: tuple["subprocess.Popen[str]", dict[str, int]],
     client: Client,
@@ -254,13 +259,13 @@ async def test_a_worker_killed_in_mid_step_fails_its_calls_and_the_next_one_is_r
     process, ports = server
     (worker,) = children(process.pid)
     long = np.random.default_rng(1).integers(0, 49_000, 6000).astype(np.int32)
-    generating = asyncio.create_task(generate_to_the_end(client))
-    scoring = asyncio.create_task(
-        client.score_tokens([long[:5]], LIKELIHOOD, contexts=[Context(tokens=token_blob(long))])
-    )
     async with asyncio.timeout(PATIENCE_S):
-        while (await client.load()).running_requests < 2:
-            await asyncio.sleep(0.01)
+        generating = asyncio.create_task(generate_to_the_end(client))
+        await until_running(client, 1)
+        scoring = asyncio.create_task(
+            client.score_tokens([long[:5]], LIKELIHOOD, contexts=[Context(tokens=token_blob(long))])
+        )
+        await until_running(client, 2)
         await asyncio.sleep(0.5)  # the first of a dozen steps
         os.kill(worker, signal.SIGKILL)
         for call in (scoring, generating):

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from tests.e2e.engine_rig import Generated
 from tests.e2e.generate_cases import assert_samples, generation, prompt_and_tokens
-from tests.e2e.random_models import FAMILIES, VOCAB, MakeRig, RandomModel, RandomModels
+from tests.e2e.random_models import FAMILIES, KV_PAGES, VOCAB, MakeRig, RandomModel, RandomModels
 from tests.e2e.score_cases import TOLERANCE, ScoreCase
 
 from stemserve.proto.v1 import inference_pb2
@@ -15,6 +15,7 @@ DECODE_KERNELS = (
     inference_pb2.KERNEL_CODEC,
 )
 ANY_KERNEL = (*DECODE_KERNELS, inference_pb2.KERNEL_UNSPECIFIED, inference_pb2.KERNEL_NAIVE)
+FEW_PAGES = 20  # for each call, but not for all at once
 PROMPT_LENGTHS = (1, 15, 16, 17, 33, 100)
 NEW_TOKENS = 18  # past the end of a page
 STOP = inference_pb2.FINISH_REASON_STOP
@@ -36,13 +37,20 @@ def prompt_of(
     return prompt_and_tokens(rng, model.oracle, VOCAB, length=length, count=count)
 
 
-@pytest.mark.parametrize("budget", [7, 13, 64])
+@pytest.mark.parametrize(
+    ("budget", "kv_pages"), [(7, KV_PAGES), (13, KV_PAGES), (64, KV_PAGES), (64, FEW_PAGES)]
+)
 @pytest.mark.parametrize("family", FAMILIES)
 async def test_any_prompts_together_cold_and_warm(
-    models: RandomModels, make_rig: MakeRig, seed: int, family: str, budget: int
+    models: RandomModels,
+    make_rig: MakeRig,
+    seed: int,
+    family: str,
+    budget: int,
+    kv_pages: int,
 ) -> None:
     rng = np.random.default_rng(seed)
-    model = models.lm(family)
+    model = models.lm(family, kv_pages=kv_pages)
     rig = make_rig(model, max_step_tokens=budget)
     pairs = [prompt_of(rng, model, length) for length in PROMPT_LENGTHS]
     score = ScoreCase(contexts=[pairs[4][0]], items=[[3], random_tokens(rng, 30)])

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from tests.e2e.engine_rig import EngineRig, Generated
 from tests.e2e.oracle import Oracle
-from tests.e2e.random_models import FAMILIES, VOCAB, MakeRig, RandomModel, RandomModels
+from tests.e2e.random_models import FAMILIES, KV_PAGES, VOCAB, MakeRig, RandomModel, RandomModels
 from tests.e2e.score_cases import TOLERANCE, ScoreCase, blob, packed
 from tests.service.serving import byte_tokenizer
 
@@ -22,6 +22,7 @@ PREFILL_KERNELS = (
     inference_pb2.KERNEL_CUSTOM_MASK,
 )
 ANY_KERNEL = (*PREFILL_KERNELS, inference_pb2.KERNEL_UNSPECIFIED, inference_pb2.KERNEL_CODEC)
+FEW_PAGES = 20  # for the longest item of a call, but not for all calls at once
 PREFIX_LENGTHS = (1, 15, 16, 17, 33)
 Rng = np.random.Generator
 
@@ -104,13 +105,20 @@ async def run_right(
     return responses
 
 
-@pytest.mark.parametrize("budget", [7, 13, 64])
+@pytest.mark.parametrize(
+    ("budget", "kv_pages"), [(7, KV_PAGES), (13, KV_PAGES), (64, KV_PAGES), (64, FEW_PAGES)]
+)
 @pytest.mark.parametrize("family", FAMILIES)
 async def test_any_scores_among_other_requests_cold_and_warm(
-    models: RandomModels, make_rig: MakeRig, seed: int, family: str, budget: int
+    models: RandomModels,
+    make_rig: MakeRig,
+    seed: int,
+    family: str,
+    budget: int,
+    kv_pages: int,
 ) -> None:
     rng = np.random.default_rng(seed)
-    model = models.lm(family)
+    model = models.lm(family, kv_pages=kv_pages)
     rig = make_rig(model, max_step_tokens=budget)
     cases = random_cases(rng, model.oracle, budget)
     others = company(rng, cases)

@@ -9,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 
+import numpy as np
 from prometheus_client import CollectorRegistry
 
 from stemserve.proto.v1 import inference_pb2, worker_pb2
@@ -114,6 +115,7 @@ class InProcessEngine:
         self._batcher = batcher
         self._metrics = metrics
         self._in_flight: deque[worker_pb2.StepPlan] = deque()
+        self._poisoned: Int32 = np.empty(0, np.int32)
         self._scores: dict[str, asyncio.Future[ScoreResult]] = {}
         self._streams: dict[str, TokenStream] = {}
 
@@ -167,12 +169,21 @@ class InProcessEngine:
         events = self._batcher.take_events()
         ran = bool(self._in_flight)
         if ran:
+            self._poison_free_pages()
             result = self._runner.step(self._in_flight.popleft())
             self.results.append(result)
             events += self._batcher.apply(result)
             self._metrics.observe_step(result, self._batcher.load())
         self._deliver(events)
         return ran or bool(events)
+
+    def _poison_free_pages(self) -> None:
+        """Whatever reads a page that nobody holds reads NaN."""
+        pool = self._runner._pool  # pyright: ignore[reportPrivateUsage]
+        allocator = self._batcher._cache.allocator  # pyright: ignore[reportPrivateUsage]
+        free = np.array([p for p in range(allocator.num_pages) if allocator.is_free(p)], np.int32)
+        pool.poison(np.setdiff1d(free, self._poisoned))
+        self._poisoned = free
 
     def _deliver(self, events: Sequence[Event]) -> None:
         for event in events:

@@ -28,18 +28,37 @@ class PackedLinear:
     One thread, [rows, 576] by [3072, 576], AMD EPYC: 2 to 3 times faster than F.linear (MKL) from
     4 rows up with AVX-512, 1.2 times or more with AVX2, even at 1 row. Pre-transposing the weights
     for torch.mm gains nothing.
+
+    Long sums are cut: oneDNN adds up 1,536 products with twice MKL's rounding error, and the
+    outliers that pass through a down projection make that 1.6e-4 in a log-probability of SmolLM2
+    (30 random texts). In blocks it is 5e-5, as with MKL, for 8 % of the product's time.
     """
 
     # A hint for the layout: 16 to 512 give the same one, 1 gives a slower one.
     _ROWS = 64
+    _LONGEST_SUM = 768
+    _BLOCK = 384
 
     def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
         self._bias = bias
-        self._packed = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), self._ROWS)
+        width = weight.shape[1]
+        block = self._BLOCK if width > self._LONGEST_SUM else width
+        self._columns = [slice(start, start + block) for start in range(0, width, block)]
+        self._packed: list[Tensor] = [
+            torch.ops.mkldnn._reorder_linear_weight(weight[:, part].contiguous(), self._ROWS)
+            for part in self._columns
+        ]
 
     def __call__(self, x: Tensor) -> Tensor:
-        out = torch.ops.mkldnn._linear_pointwise(x, self._packed, self._bias, "none", [], "")
-        return cast("Tensor", out)
+        out = _product(x[:, self._columns[0]], self._packed[0], self._bias)
+        for part, packed in zip(self._columns[1:], self._packed[1:], strict=True):
+            out += _product(x[:, part], packed, None)
+        return out
+
+
+def _product(x: Tensor, packed: Tensor, bias: Tensor | None) -> Tensor:
+    out = torch.ops.mkldnn._linear_pointwise(x.contiguous(), packed, bias, "none", [], "")
+    return cast("Tensor", out)
 
 
 def fastest_linear(weight: Tensor, bias: Tensor | None = None) -> Linear:

@@ -23,3 +23,12 @@ def test_only_float32_weights_on_a_cpu_are_packed() -> None:
     assert isinstance(fastest_linear(weight), PackedLinear)
     assert isinstance(fastest_linear(weight.bfloat16()), DenseLinear)
     assert isinstance(fastest_linear(weight.to("meta")), DenseLinear)
+
+
+@pytest.mark.parametrize("width", [576, 768, 1000, 1536, 3072])
+def test_a_packed_product_loses_little_more_than_a_plain_one(width: int) -> None:
+    weight, x = torch.randn(96, width), torch.randn(64, width)
+    exact = x.double() @ weight.double().T
+    packed = (PackedLinear(weight)(x) - exact).square().mean().sqrt()
+    plain = (F.linear(x, weight) - exact).square().mean().sqrt()
+    assert packed <= 2 * plain

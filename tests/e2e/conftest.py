@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from tests.e2e.engine_rig import EngineRig
@@ -84,6 +85,11 @@ def seed() -> int:
     seed = random.SystemRandom().randrange(2**31)
     print(f"seed {seed}")
     return seed
+
+
+@pytest.fixture
+def rng(seed: int) -> np.random.Generator:
+    return np.random.default_rng(seed)
 
 
 @pytest.fixture(scope="session", autouse=True)

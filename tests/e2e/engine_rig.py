@@ -13,15 +13,17 @@ import numpy as np
 from prometheus_client import CollectorRegistry
 
 from stemserve.proto.v1 import inference_pb2, worker_pb2
-from stemserve.service.batcher import Batcher, BatcherLimits
-from stemserve.service.context_encoder import ContextEncoder
+from stemserve.service.batching.batcher import Batcher, BatcherLimits
+from stemserve.service.batching.explain_plan import ExplainedPlan
+from stemserve.service.calls.context_encoder import ContextEncoder
+from stemserve.service.calls.generate_runner import GenerateRunner
+from stemserve.service.calls.generation import GenerateEncoder
+from stemserve.service.calls.prefix_registry import ANYONE, PrefixRegistry, RegistryBounds
+from stemserve.service.calls.score_encoder import ScoreEncoder
+from stemserve.service.calls.score_runner import ScoreRunner
 from stemserve.service.errors import RequestError
-from stemserve.service.explain_plan import ExplainedPlan
-from stemserve.service.generate_runner import GenerateRunner
-from stemserve.service.generation import GenerateEncoder
 from stemserve.service.limits import Limits
 from stemserve.service.metrics import Metrics
-from stemserve.service.prefix_registry import ANYONE, PrefixRegistry, RegistryBounds
 from stemserve.service.request import (
     Event,
     GenerateChunk,
@@ -34,10 +36,8 @@ from stemserve.service.request import (
     ScoreResult,
     WorkerFacts,
 )
-from stemserve.service.score_encoder import ScoreEncoder
-from stemserve.service.score_runner import ScoreRunner
-from stemserve.service.token_stream import TokenStream
-from stemserve.service.tokenizer import Tokenizer, TokenizerPool
+from stemserve.service.text.tokenizer import Tokenizer, TokenizerPool
+from stemserve.service.workers.token_stream import TokenStream
 from stemserve.worker.config import parse_config
 from stemserve.worker.runner import ModelRunner
 from stemserve.worker.start import make_parts

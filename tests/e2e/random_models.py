@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+import numpy as np
 import pytest
 import torch
 from tests.e2e.engine_rig import EngineRig, InProcessWorker, start_worker
@@ -26,6 +27,11 @@ HEADS: dict[str, dict[str, object]] = {  # where the family's default is not hid
 class RandomModel:
     oracle: Oracle
     worker: InProcessWorker
+
+
+def random_tokens(rng: np.random.Generator, count: int) -> list[int]:
+    tokens: list[int] = rng.integers(0, VOCAB, count).tolist()
+    return tokens
 
 
 class MakeRig(Protocol):

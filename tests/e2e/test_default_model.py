@@ -7,14 +7,12 @@ import signal
 import subprocess
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
-from typing import Any
 
-import grpc
 import numpy as np
 import pytest
-from grpc_health.v1.health_pb2 import HealthCheckRequest, HealthCheckResponse
-from grpc_health.v1.health_pb2_grpc import HealthStub
+from grpc_health.v1.health_pb2 import HealthCheckResponse
 from tests.e2e.oracle import Oracle
+from tests.e2e.served import check_health, children, generate_to_the_end, until_running
 from tests.reference_models import default_reference
 
 from stemserve.proto.v1 import inference_pb2, prefixes_pb2
@@ -22,8 +20,8 @@ from stemserve.service.client import Client, token_blob
 from stemserve.service.client_errors import ClientError
 from stemserve.service.client_results import Scores
 from stemserve.service.request import Int32
-from stemserve.service.tokenizer import Tokenizer
-from stemserve.service.tokenizer_files import load_tokenizer
+from stemserve.service.text.tokenizer import Tokenizer
+from stemserve.service.text.tokenizer_files import load_tokenizer
 
 StartServer = Callable[..., tuple["subprocess.Popen[str]", dict[str, int]]]
 Context = inference_pb2.Context
@@ -262,30 +260,6 @@ async def test_b20_text_a_registered_prefix_and_token_ids_give_the_same_score(
         for scores in (by_text, by_ids):
             assert_likelihoods(scores, oracle, [(before, ids(text))])
             assert scores.usage.prompt_tokens == len(before) + len(ids(text))
-
-
-async def check_health(port: int) -> int:
-    async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
-        stub: Any = HealthStub(channel)
-        return int((await stub.Check(HealthCheckRequest(), timeout=30.0)).status)
-
-
-def children(pid: int) -> list[int]:
-    tasks = Path(f"/proc/{pid}/task").iterdir()
-    return [int(child) for task in tasks for child in (task / "children").read_text().split()]
-
-
-async def generate_to_the_end(client: Client, *, tokens: int, n: int = 1) -> None:
-    request = inference_pb2.GenerateRequest(
-        prompt=Context(text="Once"), max_new_tokens=tokens, ignore_eos=True, n=n
-    )
-    async for _ in client.generate(request):
-        pass
-
-
-async def until_running(client: Client, count: int) -> None:
-    while (await client.load()).running_requests < count:
-        await asyncio.sleep(0.01)
 
 
 async def test_a_worker_killed_in_mid_step_fails_its_calls_and_the_next_one_is_right(

@@ -4,7 +4,15 @@ import numpy as np
 import pytest
 from tests.e2e.engine_rig import Generated
 from tests.e2e.generate_cases import assert_samples, generation, prompt_and_tokens
-from tests.e2e.random_models import FAMILIES, KV_PAGES, VOCAB, MakeRig, RandomModel, RandomModels
+from tests.e2e.random_models import (
+    FAMILIES,
+    KV_PAGES,
+    VOCAB,
+    MakeRig,
+    RandomModel,
+    RandomModels,
+    random_tokens,
+)
 from tests.e2e.score_cases import TOLERANCE, ScoreCase
 
 from stemserve.proto.v1 import inference_pb2
@@ -20,11 +28,6 @@ PROMPT_LENGTHS = (1, 15, 16, 17, 33, 100)
 NEW_TOKENS = 18  # past the end of a page
 STOP = inference_pb2.FINISH_REASON_STOP
 Rng = np.random.Generator
-
-
-def random_tokens(rng: Rng, count: int) -> list[int]:
-    tokens: list[int] = rng.integers(0, VOCAB, count).tolist()
-    return tokens
 
 
 def greedy(prompt: list[int], **options: object) -> inference_pb2.GenerateRequest:

@@ -7,7 +7,15 @@ import numpy as np
 import pytest
 from tests.e2e.engine_rig import EngineRig, Generated
 from tests.e2e.oracle import Oracle
-from tests.e2e.random_models import FAMILIES, KV_PAGES, VOCAB, MakeRig, RandomModel, RandomModels
+from tests.e2e.random_models import (
+    FAMILIES,
+    KV_PAGES,
+    VOCAB,
+    MakeRig,
+    RandomModel,
+    RandomModels,
+    random_tokens,
+)
 from tests.e2e.score_cases import TOLERANCE, ScoreCase, blob, packed
 from tests.service.serving import byte_tokenizer
 
@@ -25,11 +33,6 @@ ANY_KERNEL = (*PREFILL_KERNELS, inference_pb2.KERNEL_UNSPECIFIED, inference_pb2.
 FEW_PAGES = 20  # for the longest item of a call, but not for all calls at once
 PREFIX_LENGTHS = (1, 15, 16, 17, 33)
 Rng = np.random.Generator
-
-
-def random_tokens(rng: Rng, count: int) -> list[int]:
-    tokens: list[int] = rng.integers(0, VOCAB, count).tolist()
-    return tokens
 
 
 def any_kernel(rng: Rng) -> inference_pb2.Kernel.ValueType:

@@ -2,11 +2,11 @@
 
 import typer
 
-from stemserve.service import cli_prefixes
-from stemserve.service.cli_explain import explain
-from stemserve.service.cli_generate import generate
-from stemserve.service.cli_score import score
-from stemserve.service.cli_serve import serve, worker
+from stemserve.service.commands import prefixes as cli_prefixes
+from stemserve.service.commands.explain import explain
+from stemserve.service.commands.generate import generate
+from stemserve.service.commands.score import score
+from stemserve.service.commands.serve import serve, worker
 
 app = typer.Typer(
     help="Score and generate with a language model over prefixes that requests share.",

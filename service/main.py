@@ -16,25 +16,25 @@ import uvloop
 from prometheus_client import CollectorRegistry
 
 import stemserve
-from stemserve.service.batcher import Batcher, BatcherLimits
-from stemserve.service.call_gate import CallGate
-from stemserve.service.call_status import CallStatus
+from stemserve.service.batching.batcher import Batcher, BatcherLimits
+from stemserve.service.calls.services import SERVICES, Services
 from stemserve.service.config import ServiceConfig
-from stemserve.service.health import Health
 from stemserve.service.metrics import Metrics
-from stemserve.service.metrics_port import metrics_port
 from stemserve.service.request import WorkerFacts
-from stemserve.service.server import BoundPorts, Servers
-from stemserve.service.services import SERVICES, Services
-from stemserve.service.step_commands import Inbox
-from stemserve.service.step_loop import StepLoop
-from stemserve.service.step_monitor import watch_step_loop
-from stemserve.service.stop_signals import Stopped, StopSignals
-from stemserve.service.threaded_engine import ThreadedEngine
-from stemserve.service.tokenizer import Tokenizer
-from stemserve.service.worker_client import WorkerUnreachable
-from stemserve.service.worker_process import WorkerProcess
-from stemserve.service.worker_supervisor import (
+from stemserve.service.serving.call_gate import CallGate
+from stemserve.service.serving.call_status import CallStatus
+from stemserve.service.serving.health import Health
+from stemserve.service.serving.metrics_port import metrics_port
+from stemserve.service.serving.server import BoundPorts, Servers
+from stemserve.service.serving.stop_signals import Stopped, StopSignals
+from stemserve.service.text.tokenizer import Tokenizer
+from stemserve.service.workers.step_commands import Inbox
+from stemserve.service.workers.step_loop import StepLoop
+from stemserve.service.workers.step_monitor import watch_step_loop
+from stemserve.service.workers.threaded_engine import ThreadedEngine
+from stemserve.service.workers.worker_client import WorkerUnreachable
+from stemserve.service.workers.worker_process import WorkerProcess
+from stemserve.service.workers.worker_supervisor import (
     RemoteWorker,
     RestartPolicy,
     WorkerHost,

@@ -7,7 +7,7 @@ from tests.service.literal_worker import PAGE, LiteralWorker
 from tests.service.toy_model import VOCAB
 
 from stemserve.proto.v1 import worker_pb2
-from stemserve.service.batcher import Batcher, BatcherLimits
+from stemserve.service.batching.batcher import Batcher, BatcherLimits
 from stemserve.service.request import (
     Event,
     GenerateChunk,

@@ -4,7 +4,12 @@ import numpy as np
 from tests.service.toy_model import CLASSES, SEED, draw, extend, logits_of, logprobs_of
 
 from stemserve.proto.v1 import worker_pb2
-from stemserve.service.plan_arrays import pack_float32, pack_int32, unpack_float32, unpack_int32
+from stemserve.service.batching.plan_arrays import (
+    pack_float32,
+    pack_int32,
+    unpack_float32,
+    unpack_int32,
+)
 from stemserve.service.request import Int32, SamplerSpec
 
 PAGE = 16

@@ -11,13 +11,13 @@ from tests.service.bigram_engine import BigramEngine
 from tokenizers import AddedToken, decoders, models, pre_tokenizers
 from tokenizers import Tokenizer as Encoder
 
-from stemserve.service.call_status import CallStatus
+from stemserve.service.calls.services import Services
 from stemserve.service.client import OPTIONS, Client
 from stemserve.service.limits import Limits
 from stemserve.service.metrics import Metrics
-from stemserve.service.services import Services
-from stemserve.service.token_bytes import token_bytes
-from stemserve.service.tokenizer import Encoders, Tokenizer
+from stemserve.service.serving.call_status import CallStatus
+from stemserve.service.text.token_bytes import token_bytes
+from stemserve.service.text.tokenizer import Encoders, Tokenizer
 
 BYTE_VOCABULARY = 258
 BOS_ID = 256

@@ -2,7 +2,7 @@
 
 import pytest
 
-from stemserve.service.admission import Admission, BatcherLimits, Demand
+from stemserve.service.batching.admission import Admission, BatcherLimits, Demand
 from stemserve.service.errors import DeadlinePassed, NeverFits, QueueFull, RequestError
 
 SMALL = Demand(pages=2, samples=1, tokens=50, deadline=None)

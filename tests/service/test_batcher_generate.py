@@ -14,8 +14,8 @@ from tests.service.toy_jobs import (
     run_right,
 )
 
+from stemserve.service.batching.plan_arrays import unpack_int32
 from stemserve.service.errors import NeverFits
-from stemserve.service.plan_arrays import unpack_int32
 from stemserve.service.request import Job, StopCause
 
 

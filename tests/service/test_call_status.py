@@ -8,10 +8,10 @@ import grpc
 import pytest
 from prometheus_client import CollectorRegistry
 
-from stemserve.service.call_status import CallStatus
 from stemserve.service.client import Client
 from stemserve.service.client_errors import ClientError
 from stemserve.service.metrics import Metrics
+from stemserve.service.serving.call_status import CallStatus
 
 
 async def refuse(request: Any, context: Any) -> None:

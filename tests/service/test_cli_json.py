@@ -8,7 +8,7 @@ import pytest
 from google.protobuf import json_format
 
 from stemserve.proto.v1 import inference_pb2
-from stemserve.service.cli_json import as_json
+from stemserve.service.commands.plain_json import as_json
 
 
 def test_field_names_are_the_protos_and_numbers_stay_numbers() -> None:

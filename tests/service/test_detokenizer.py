@@ -5,8 +5,8 @@ import random
 import pytest
 from tests.service.serving import byte_encoder
 
-from stemserve.service.detokenizer import Detokenizer
-from stemserve.service.token_bytes import token_bytes
+from stemserve.service.text.detokenizer import Detokenizer
+from stemserve.service.text.token_bytes import token_bytes
 
 
 def pieces(tokens: list[bytes]) -> list[str]:

@@ -6,8 +6,8 @@ from tests.service.batcher_rig import make_rig
 from tests.service.toy_jobs import generate_job, label_job, random_tokens
 
 from stemserve.proto.v1 import worker_pb2
+from stemserve.service.batching.plan_arrays import unpack_int32
 from stemserve.service.errors import NeverFits
-from stemserve.service.plan_arrays import unpack_int32
 from stemserve.service.request import Job
 
 

@@ -12,12 +12,12 @@ from tests.service.bigram_engine import THREE_TOKENS, BigramEngine, random_bigra
 from tests.service.serving import Served, fixed_tokens, serving
 
 from stemserve.proto.v1 import inference_pb2
+from stemserve.service.calls.generation import child_seed
 from stemserve.service.client import token_blob
 from stemserve.service.client_errors import ClientError
 from stemserve.service.client_results import GenerateStep, SampleNews
-from stemserve.service.generation import child_seed
 from stemserve.service.request import GenerateJob
-from stemserve.service.tokenizer import Tokenizer
+from stemserve.service.text.tokenizer import Tokenizer
 
 GREEDY = inference_pb2.SamplingParams(temperature=0)
 EOS = 4

@@ -4,11 +4,11 @@ import numpy as np
 import pytest
 from tests.service.toy_jobs import int32, random_tokens
 
-from stemserve.service.kv_cache import KvCache
-from stemserve.service.plan_arrays import unpack_int32
+from stemserve.service.batching.kv_cache import KvCache
+from stemserve.service.batching.plan_arrays import unpack_int32
+from stemserve.service.batching.sequence import Branch, Chain
+from stemserve.service.batching.step_builder import StepBuilder
 from stemserve.service.request import Int32
-from stemserve.service.sequence import Branch, Chain
-from stemserve.service.step_builder import StepBuilder
 
 PAGE = 4
 

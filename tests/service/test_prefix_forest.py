@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from stemserve.service.prefix_forest import PrefixForest, StoredChain, build_forest
+from stemserve.service.batching.prefix_forest import PrefixForest, StoredChain, build_forest
 from stemserve.service.request import Int32
 
 PAGE = 4

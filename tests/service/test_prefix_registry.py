@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
+from stemserve.service.calls.prefix_registry import PrefixRegistry, RegisteredPrefix, RegistryBounds
 from stemserve.service.errors import PrefixesFull, PrefixExists, PrefixNotFound
-from stemserve.service.prefix_registry import PrefixRegistry, RegisteredPrefix, RegistryBounds
 from stemserve.service.request import Int32
 
 

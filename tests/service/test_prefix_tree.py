@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
-from stemserve.service.page_allocator import PageAllocator
-from stemserve.service.prefix_tree import PageNode, PrefixTree, common_tokens, token_key
+from stemserve.service.batching.page_allocator import PageAllocator
+from stemserve.service.batching.prefix_tree import PageNode, PrefixTree, common_tokens, token_key
 from stemserve.service.request import Int32
 
 PAGE = 4

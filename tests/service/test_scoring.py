@@ -8,14 +8,14 @@ import pytest
 from tests.service.bigram_engine import THREE_TOKENS, BigramEngine, Float64, random_bigrams
 
 from stemserve.proto.v1 import inference_pb2
+from stemserve.service.calls.packed_tokens import pack
+from stemserve.service.calls.score_answer import score_response
+from stemserve.service.calls.score_call import ScoreCall
+from stemserve.service.calls.score_encoder import find_problems
+from stemserve.service.calls.scoring import nothing_read, plan_score, score_job
 from stemserve.service.errors import EngineFault, InvalidRequest
 from stemserve.service.limits import Limits
-from stemserve.service.packed_tokens import pack
 from stemserve.service.request import Int32, ScoreJob
-from stemserve.service.score_answer import score_response
-from stemserve.service.score_call import ScoreCall
-from stemserve.service.score_encoder import find_problems
-from stemserve.service.scoring import nothing_read, plan_score, score_job
 
 # logits 2, 1, 0, -1 after any token
 FOUR_LOGITS = np.tile(np.exp([2.0, 1, 0, -1]) / np.exp([2.0, 1, 0, -1]).sum(), (4, 1))

@@ -23,7 +23,7 @@ from stemserve.service.request import (
     SampleToken,
     WorkerFacts,
 )
-from stemserve.service.step_commands import (
+from stemserve.service.workers.step_commands import (
     Ask,
     Attach,
     Cancel,
@@ -32,7 +32,7 @@ from stemserve.service.step_commands import (
     Result,
     Submit,
 )
-from stemserve.service.step_loop import StepLoop
+from stemserve.service.workers.step_loop import StepLoop
 
 PATIENCE_S = 30.0
 

@@ -5,11 +5,11 @@ import queue
 from concurrent.futures import Future
 
 from stemserve.service.errors import NotReady
-from stemserve.service.health import Health
 from stemserve.service.request import Load
-from stemserve.service.step_commands import Ask, Inbox
-from stemserve.service.step_monitor import watch_step_loop
-from stemserve.service.threaded_engine import ThreadedEngine
+from stemserve.service.serving.health import Health
+from stemserve.service.workers.step_commands import Ask, Inbox
+from stemserve.service.workers.step_monitor import watch_step_loop
+from stemserve.service.workers.threaded_engine import ThreadedEngine
 
 LOAD = Load(
     queued_requests=1,

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stemserve.service.stop_strings import StopMatcher
+from stemserve.service.text.stop_strings import StopMatcher
 
 STOPS = st.lists(st.text("abE", min_size=1, max_size=4), min_size=0, max_size=3)
 

@@ -6,7 +6,7 @@ import pytest
 
 from stemserve.service.errors import EngineFault, QueueFull
 from stemserve.service.request import GenerateChunk, JobUsage, SampleToken
-from stemserve.service.token_stream import TokenStream
+from stemserve.service.workers.token_stream import TokenStream
 
 
 def chunk(*token_ids: int, last: bool = False) -> GenerateChunk:

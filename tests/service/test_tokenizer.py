@@ -11,9 +11,9 @@ from tests.service.serving import BOS_ID, BYTE_VOCABULARY, byte_encoder, byte_to
 from tokenizers import Tokenizer as Encoder
 from tokenizers import decoders, models, normalizers, processors
 
-from stemserve.service.gguf_metadata import read_gguf_metadata
-from stemserve.service.tokenizer import Tokenizer, TokenizerPool
-from stemserve.service.tokenizer_files import load_tokenizer, no_tokenizer
+from stemserve.service.text.gguf_metadata import read_gguf_metadata
+from stemserve.service.text.tokenizer import Tokenizer, TokenizerPool
+from stemserve.service.text.tokenizer_files import load_tokenizer, no_tokenizer
 
 TEXTS = [
     "Hello 123 world",

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 
-from stemserve.service.waiting_queue import WaitingQueue
+from stemserve.service.batching.waiting_queue import WaitingQueue
 
 
 @dataclass(frozen=True)

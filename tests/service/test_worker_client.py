@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from stemserve.proto.v1 import worker_pb2
-from stemserve.service.worker_client import WorkerClient, WorkerUnreachable
+from stemserve.service.workers.worker_client import WorkerClient, WorkerUnreachable
 
 StartWorker = Callable[..., str]
 

@@ -8,14 +8,14 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from stemserve.service.worker_client import WorkerClient
-from stemserve.service.worker_process import WorkerProcess
+from stemserve.service.workers.worker_client import WorkerClient
+from stemserve.service.workers.worker_process import WorkerProcess
 
 Command = Callable[..., list[str]]
 
 PARENT = """
 import sys, time
-from stemserve.service.worker_process import WorkerProcess
+from stemserve.service.workers.worker_process import WorkerProcess
 worker = WorkerProcess(sys.argv[1:])
 print(worker.pid, flush=True)
 time.sleep(600)

@@ -13,9 +13,8 @@ import numpy as np
 import pytest
 
 from stemserve.proto.v1 import worker_pb2
-from stemserve.service.batcher import Batcher, BatcherLimits
+from stemserve.service.batching.batcher import Batcher, BatcherLimits
 from stemserve.service.errors import DeadlinePassed, EngineFault, NotReady
-from stemserve.service.health import Health
 from stemserve.service.request import (
     GenerateChunk,
     GenerateJob,
@@ -23,12 +22,13 @@ from stemserve.service.request import (
     ScoreJob,
     WorkerFacts,
 )
-from stemserve.service.step_commands import Inbox
-from stemserve.service.step_loop import StepLoop
-from stemserve.service.threaded_engine import ThreadedEngine
-from stemserve.service.worker_client import WorkerUnreachable
-from stemserve.service.worker_process import WorkerProcess
-from stemserve.service.worker_supervisor import RestartPolicy, WorkerHost, WorkerSupervisor
+from stemserve.service.serving.health import Health
+from stemserve.service.workers.step_commands import Inbox
+from stemserve.service.workers.step_loop import StepLoop
+from stemserve.service.workers.threaded_engine import ThreadedEngine
+from stemserve.service.workers.worker_client import WorkerUnreachable
+from stemserve.service.workers.worker_process import WorkerProcess
+from stemserve.service.workers.worker_supervisor import RestartPolicy, WorkerHost, WorkerSupervisor
 
 Command = Callable[..., list[str]]
 PATIENCE_S = 60.0

@@ -1,0 +1,242 @@
+"""The engine's state machine: jobs in, steps out, results in, answers out.
+
+It is synchronous and deterministic: no thread, no I/O, and the clock is given.
+"""
+
+import heapq
+from collections import deque
+from collections.abc import Callable
+from dataclasses import replace
+
+from stemserve.proto.v1 import worker_pb2
+from stemserve.service.batching.admission import Admission
+from stemserve.service.batching.admission import BatcherLimits as BatcherLimits
+from stemserve.service.batching.explain_plan import ExplainedPlan as ExplainedPlan
+from stemserve.service.batching.explain_plan import copy_residents, explain_steps
+from stemserve.service.batching.generate_progress import GenerateProgress
+from stemserve.service.batching.job_intake import JobIntake
+from stemserve.service.batching.job_progress import JobProgress
+from stemserve.service.batching.job_table import JobTable
+from stemserve.service.batching.kv_cache import KvCache
+from stemserve.service.batching.sampler_slots import SamplerSlots
+from stemserve.service.batching.step_builder import IssuedStep, StepBuilder
+from stemserve.service.batching.step_failure import undo_step
+from stemserve.service.batching.step_outputs import StepOutputs, read_outputs
+from stemserve.service.batching.step_planner import StepPlanner
+from stemserve.service.errors import DeadlinePassed, EngineFault, InvalidRequest
+from stemserve.service.request import Event, GenerateChunk, Int32, Job, JobFailed, Load, WorkerFacts
+
+
+class Batcher:
+    def __init__(
+        self, facts: WorkerFacts, limits: BatcherLimits, *, clock: Callable[[], float]
+    ) -> None:
+        self._facts = facts
+        self._limits = limits
+        self._clock = clock
+        self._events: list[Event] = []
+        self._next_arrival = 0
+        self._next_step_id = 1
+        self._reset()
+
+    def _reset(self) -> None:
+        facts = self._facts
+        self._cache = KvCache(facts.kv_pages, facts.page_size)
+        self._slots = SamplerSlots(facts.sampler_slots)
+        self._jobs = JobTable()
+        self._issued: deque[IssuedStep] = deque()
+        self._deadlines: list[tuple[float, int]] = []  # heap; with the arrival number
+        self._planner = StepPlanner(self._jobs, self._limits)
+        self._admission = Admission(
+            self._limits, num_pages=facts.kv_pages, num_slots=facts.sampler_slots
+        )
+        self._intake = JobIntake(
+            self._limits,
+            cache=self._cache,
+            slots=self._slots,
+            admission=self._admission,
+            queue=self._jobs.waiting,
+        )
+
+    @property
+    def num_in_flight(self) -> int:
+        """Steps that are issued and not answered."""
+        return len(self._issued)
+
+    def submit(self, job: Job) -> None:
+        """Raises QueueFull, NeverFits, DeadlinePassed or InvalidRequest."""
+        if self._jobs.find(job.request_id) is not None:
+            raise InvalidRequest("request_id", f"{job.request_id!r} names a request that runs")
+        progress = self._intake.take(job, arrival=self._next_arrival, now=self._clock())
+        self._next_arrival += 1
+        self._jobs.add(progress)
+        if progress.deadline is not None:
+            heapq.heappush(self._deadlines, (progress.deadline, progress.arrival))
+
+    def cancel(self, request_id: str) -> None:
+        """The job is dropped without an event. One that has ended may be cancelled."""
+        job = self._jobs.find(request_id)
+        if job is not None:
+            self._jobs.end(job)
+
+    def stop_sample(self, request_id: str, sample: int) -> None:
+        job = self._jobs.find(request_id)
+        if isinstance(job, GenerateProgress):
+            job.stop_sample(sample)
+            self._finish(job, self._clock())
+
+    def plan_step(self) -> worker_pb2.StepPlan | None:
+        """None: nothing can be scheduled now. Events may have come up: `take_events`."""
+        now = self._clock()
+        self._drop_late(now)
+        built = self._build_step()
+        if built is None:
+            self._finish_idle(now)
+            return None
+        plan, issued = built
+        self._next_step_id += 1
+        self._issued.append(issued)
+        for job in map(self._jobs.by_arrival, issued.shares):
+            if job is not None:
+                job.in_flight += 1
+                job.started_s = now if job.started_s is None else job.started_s
+        self._finish_idle(now)
+        return plan
+
+    def apply(self, result: worker_pb2.StepResult) -> list[Event]:
+        """Take the result of the oldest step in flight; returns all events since the last call."""
+        issued = self._issued.popleft()
+        if issued.step_id != result.step_id:
+            raise RuntimeError(f"result of step {result.step_id}, expected {issued.step_id}")
+        try:
+            outputs = read_outputs(issued, result, len(self._facts.class_labels))
+        except EngineFault as fault:
+            self._fail_step(issued, fault)
+        else:
+            self._admission.observe(issued.num_rows, result.step_seconds)
+            self._deliver(issued, outputs, result)
+        for job in map(self._jobs.by_arrival, issued.shares):
+            if job is not None:
+                self._jobs.end_in_flight(job)
+        return self.take_events()
+
+    def take_events(self) -> list[Event]:
+        """Events that came up outside of `apply`: late jobs, and jobs that ended without a step."""
+        events, self._events = self._events, []
+        return events
+
+    def fail_all(self, error: Exception) -> list[Event]:
+        """The worker is lost: every job fails, and nothing is cached any more."""
+        failed = [JobFailed(request_id=job.request_id, error=error) for job in self._jobs.live()]
+        self._events += failed
+        self._reset()
+        return self.take_events()
+
+    def explain(self, job: Job) -> list[ExplainedPlan]:
+        """Raises as `submit`; changes nothing."""
+        alone = Batcher(self._facts, self._limits, clock=self._clock)
+        cached = copy_residents(job, self._cache, alone._cache)
+        return explain_steps(
+            replace(job, deadline=None),
+            alone,
+            cached,
+            page_size=self._facts.page_size,
+            num_classes=len(self._facts.class_labels),
+        )
+
+    def load(self) -> Load:
+        free = self._cache.allocator.num_free
+        cached = self._cache.tree.num_unreferenced
+        return Load(
+            queued_requests=len(self._jobs.waiting),
+            running_requests=len(self._jobs.running),
+            queued_tokens=self._jobs.waiting.num_tokens,
+            free_pages=free,
+            cached_pages=cached,
+            used_pages=self._cache.allocator.num_pages - free - cached,
+        )
+
+    def resident_tokens(self, tokens: Int32, salt: bytes) -> int:
+        return self._cache.resident_tokens(tokens, salt)
+
+    def check_idle(self) -> None:
+        """Raises RuntimeError unless all jobs are gone and every page is free or cached."""
+        if len(self._jobs) or self._issued:
+            raise RuntimeError(f"{len(self._jobs)} jobs and {len(self._issued)} steps are left")
+        if self._slots.num_free != self._facts.sampler_slots:
+            raise RuntimeError(f"only {self._slots.num_free} sampler slots are free")
+        self._cache.check_idle()
+
+    def _drop_late(self, now: float) -> None:
+        while self._deadlines and self._deadlines[0][0] <= now:
+            _, arrival = heapq.heappop(self._deadlines)
+            job = self._jobs.by_arrival(arrival)
+            if job is not None and not job.has_ended:
+                self._fail(job, DeadlinePassed("the deadline passed before the work was done"))
+
+    def _build_step(self) -> tuple[worker_pb2.StepPlan, IssuedStep] | None:
+        self._planner.suspend_yielding()
+        # Each turn but the last suspends a generation, so that the others find pages.
+        for _ in range(len(self._jobs.running) + 1):
+            step = StepBuilder(
+                self._next_step_id,
+                page_size=self._facts.page_size,
+                max_rows=self._limits.max_step_tokens,
+            )
+            self._planner.plan(step)
+            built = step.finish(self._cache.tree.release)
+            if built is not None:
+                return built
+            self._recheck()
+            if not self._planner.suspend_yielding():
+                return None
+        return None
+
+    def _finish_idle(self, now: float) -> None:
+        for job in list(self._jobs.running):
+            if not job.in_flight:
+                self._finish(job, now)
+
+    def _deliver(
+        self, issued: IssuedStep, outputs: StepOutputs, result: worker_pb2.StepResult
+    ) -> None:
+        now = self._clock()
+        for arrival in issued.shares:
+            job = self._jobs.by_arrival(arrival)
+            if job is None or job.has_ended:
+                continue
+            job.add_kv(issued, result.groups)
+            events = job.deliver(outputs)
+            self._events += events
+            if any(isinstance(event, JobFailed) for event in events):
+                self._jobs.end(job)
+            else:
+                self._finish(job, now)
+
+    def _finish(self, job: JobProgress, now: float) -> None:
+        """End the job if all its results are in."""
+        last = job.finish(now)
+        if last is None:
+            return
+        if isinstance(last, GenerateChunk) and self._events:
+            newest = self._events[-1]
+            if isinstance(newest, GenerateChunk) and newest.request_id == last.request_id:
+                last = replace(last, tokens=newest.tokens)
+                del self._events[-1]
+        self._events.append(last)
+        self._jobs.end(job)
+
+    def _fail_step(self, issued: IssuedStep, fault: EngineFault) -> None:
+        for arrival in undo_step(issued, self._issued, self._jobs.by_arrival):
+            job = self._jobs.by_arrival(arrival)
+            if job is not None and not job.has_ended:
+                self._fail(job, fault)
+        self._recheck()
+
+    def _fail(self, job: JobProgress, error: Exception) -> None:
+        self._events.append(JobFailed(request_id=job.request_id, error=error))
+        self._jobs.end(job)
+
+    def _recheck(self) -> None:
+        for job in self._jobs.running:
+            job.recheck()

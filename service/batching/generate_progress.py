@@ -1,0 +1,301 @@
+"""How far a Generate job has come: its prompt once, then a row a step for each sample."""
+
+from collections.abc import Iterator
+
+import numpy as np
+
+from stemserve.service.batching.job_progress import JobProgress, Ticket
+from stemserve.service.batching.kv_cache import KvCache
+from stemserve.service.batching.prefix_forest import StoredChain
+from stemserve.service.batching.prefix_tree import PageNode
+from stemserve.service.batching.sample import Sample, sampler_message
+from stemserve.service.batching.sampler_slots import SamplerSlots
+from stemserve.service.batching.sequence import Branch, Chain, pages_for
+from stemserve.service.batching.step_builder import StepBuilder
+from stemserve.service.batching.step_outputs import StepOutputs
+from stemserve.service.errors import EngineFault
+from stemserve.service.request import (
+    Event,
+    GenerateChunk,
+    GenerateJob,
+    JobFailed,
+    JobUsage,
+    SampleToken,
+)
+
+
+def generate_pages(job: GenerateJob, page_size: int) -> int:
+    """The most pages that the job needs: the last token's KV is never stored."""
+    prompt_pages = pages_for(len(job.prompt), page_size)
+    if job.max_new_tokens == 1:
+        return prompt_pages
+    shared = len(job.prompt) // page_size
+    whole = pages_for(len(job.prompt) + job.max_new_tokens - 1, page_size)
+    return max(prompt_pages, shared + len(job.samplers) * (whole - shared))
+
+
+class GenerateProgress(JobProgress):
+    def __init__(
+        self, job: GenerateJob, ticket: Ticket, *, cache: KvCache, slots: SamplerSlots
+    ) -> None:
+        super().__init__(job, ticket)
+        self.is_yielding = False  # gives its pages up when its rows in flight are answered
+        self.lacks_pages = False  # it could not go on for want of pages
+        self._job = job
+        self._cache = cache
+        self._slots = slots
+        self._chain: Chain | None = None  # the prompt; None: waits for pages
+        self._prompt_is_planned = False  # computed, and its last row read, by issued steps
+        self._samples = [Sample(index=i, spec=spec) for i, spec in enumerate(job.samplers)]
+        self._draws: dict[int, list[tuple[Sample, int, PageNode | None]]] = {}  # by step
+        self._counted_tokens = 0  # of the prompt: leading tokens that usage has counted
+        self._computed_rows = 0
+        self._output_tokens = 0
+
+    @property
+    def has_started(self) -> bool:
+        return self._chain is not None
+
+    @property
+    def holds_pages(self) -> bool:
+        return self._chain is not None
+
+    @property
+    def num_live(self) -> int:
+        return sum(not sample.has_ended for sample in self._samples)
+
+    @property
+    def has_rows_to_plan(self) -> bool:
+        return not self._prompt_is_planned or any(map(self._lacks_rows, self._samples))
+
+    def ready_samples(self) -> Iterator[Sample]:
+        """Samples whose next row can be planned as a decode row."""
+        if not self._prompt_is_planned or self.is_yielding:
+            return
+        prompt = len(self._job.prompt)
+        for sample in self._samples:
+            generated = sample.num_tokens
+            if (
+                not sample.has_ended
+                and 0 < generated < self._job.max_new_tokens
+                and (sample.stored == prompt + generated - 1)
+            ):
+                yield sample
+
+    def plan_decode(self, sample: Sample, step: StepBuilder) -> bool:
+        """Add the sample's next row. False: no page for it now."""
+        branch = self._branch(sample)
+        length = sample.stored + 1
+        if branch.missing_pages(length):
+            if not self._cache.can_extend(branch, step):
+                return True
+            if step.pages_blocked or not self._cache.extend(branch, length, step):
+                return False
+            self._drop_prompt_tail()
+        chain = StoredChain(branch.table, length)
+        slot = branch.slot(sample.stored)
+        row = step.rows.add_decode(sample.next_input, slot, chain, self._job.kernel)
+        sample.stored = length
+        self._draw(sample, row, step, None)
+        return True
+
+    def plan(self, step: StepBuilder) -> None:
+        self.lacks_pages = False
+        if self.is_yielding or not step.room:
+            return
+        if self._chain is None and not self._start(step):
+            return
+        if self._chain is not None and not self._prompt_is_planned:
+            self._plan_prompt(step, self._chain)
+        if not self._prompt_is_planned:
+            return
+        for sample in filter(self._lacks_rows, self._samples):
+            if step.room and not self._plan_lost_rows(sample, step):
+                self.lacks_pages = True
+
+    def deliver(self, outputs: StepOutputs) -> list[Event]:
+        tokens: list[SampleToken] = []
+        failure: JobFailed | None = None
+        for sample, at, node in self._draws.pop(outputs.step_id, []):
+            sample.pending -= 1
+            if not sample.has_ended and outputs.sample_failed[at]:
+                failure = self._failure(sample, node)
+                continue
+            if not sample.has_ended:
+                sample.tokens.append(int(outputs.sampled_tokens[at]))
+                self._output_tokens += 1
+                cause = sample.finish_cause(self._job)
+                sample.has_ended = cause is not None
+                tokens.append(outputs.sample_token(at, sample.index, cause))
+            self._settle(sample)
+        if failure is not None:
+            return [failure]
+        return [GenerateChunk(request_id=self.request_id, tokens=tuple(tokens))] if tokens else []
+
+    def stop_sample(self, index: int) -> None:
+        sample = self._samples[index]
+        sample.has_ended = True
+        self._settle(sample)
+
+    def finish(self, now: float) -> GenerateChunk | None:
+        if self.num_live:
+            return None
+        prompt = len(self._job.prompt)
+        cached = prompt - self._computed_rows
+        usage = JobUsage(
+            prompt_tokens=prompt * len(self._samples),
+            cached_tokens=cached,
+            shared_tokens=prompt * (len(self._samples) - 1),
+            computed_tokens=self._computed_rows,
+            output_tokens=self._output_tokens,
+            kv_read_bytes=self.kv_read_bytes,
+            kv_avoided_bytes=self.kv_avoided_bytes,
+        )
+        return GenerateChunk(
+            request_id=self.request_id, tokens=(), usage=usage, timing=self.timing(now)
+        )
+
+    def release(self) -> None:
+        for sample in self._samples:
+            self._release_sample(sample)
+        if self._chain is not None:
+            self._cache.tree.release(self._chain.nodes)
+        self._chain, self._prompt_is_planned, self.is_yielding = None, False, False
+
+    def held_nodes(self) -> list[PageNode]:
+        return [] if self._chain is None else self._chain.nodes
+
+    def recheck(self) -> None:
+        if self._chain is not None:
+            self._chain.recheck()
+            # A prompt that was found computed has had no row of its own in the lost step.
+            if self._chain.planned_tokens() < self._chain.length:
+                self._prompt_is_planned = False
+
+    def _start(self, step: StepBuilder) -> bool:
+        """Hold pages for the prompt, and slots; leaves room for the samples' first pages."""
+        live = [sample for sample in self._samples if not sample.has_ended]
+        if step.slots_blocked or self._slots.num_free < len(live):
+            step.slots_blocked = True
+            return False
+        job, cache = self._job, self._cache
+        prompt = len(job.prompt)
+        needed = cache.missing_pages(job.prompt, job.salt) + step.rows.num_decodes
+        for sample in live:
+            length = min(prompt + len(sample.tokens) + 1, prompt + job.max_new_tokens - 1)
+            needed += pages_for(length, cache.page_size) - prompt // cache.page_size
+        others_hold_pages = cache.available_pages < cache.allocator.num_pages
+        if step.pages_blocked or (needed > cache.available_pages and others_hold_pages):
+            step.pages_blocked = True
+            return False
+        self._chain = cache.acquire(job.prompt, job.salt, step, own_tail=True)
+        if self._chain is None:
+            step.pages_blocked = True
+            return False
+        for sample, slot in zip(live, self._slots.take(len(live)), strict=True):
+            sample.slot = slot
+        return True
+
+    def _plan_prompt(self, step: StepBuilder, chain: Chain) -> None:
+        live = [sample for sample in self._samples if not sample.has_ended]
+        draws = [sample for sample in live if not sample.tokens]
+        start = chain.planned_tokens()
+        # The last token's keys and values may be stored; its logits are not. Run the row again.
+        runs_again = start == chain.length and bool(draws)
+        start -= runs_again
+        stop = min(chain.length, start + step.room)
+        if start < stop:
+            slots = np.full(1, -1, np.int32) if runs_again else chain.slots(start, stop)
+            stored = StoredChain(chain.table, stop)
+            tokens = chain.tokens[start:stop]
+            row = step.rows.add_prefill(tokens, slots, stored, self._job.kernel)
+            if not runs_again:
+                step.mark_chain(chain, start, stop)
+            self._computed_rows += max(0, stop - max(start, self._counted_tokens))
+            self._counted_tokens = max(self._counted_tokens, stop)
+            if stop == chain.length:
+                for sample in draws:
+                    self._draw(sample, row + stop - start - 1, step, chain.nodes[-1])
+        if stop == chain.length:
+            self._prompt_is_planned = True
+            for sample in live:
+                sample.stored = chain.length
+
+    def _failure(self, sample: Sample, node: PageNode | None) -> JobFailed:
+        if node is not None:
+            self._cache.tree.discard(node)
+        place = f"token {len(sample.tokens)} of sample {sample.index}"
+        error = EngineFault(f"the model's logits for {place} are not finite numbers")
+        return JobFailed(request_id=self.request_id, error=error)
+
+    def _lacks_rows(self, sample: Sample) -> bool:
+        """The sample gave its pages up: rows of tokens that it has generated must run again."""
+        stored = len(self._job.prompt) + len(sample.tokens) - 1
+        return not sample.has_ended and sample.pending == 0 and sample.stored < stored
+
+    def _plan_lost_rows(self, sample: Sample, step: StepBuilder) -> bool:
+        """Run some of them again. False: no pages for them now."""
+        branch = self._branch(sample)
+        tokens = sample.sequence(self._job.prompt)
+        start = sample.stored
+        stop = min(len(tokens), start + step.room)
+        if branch.missing_pages(stop):
+            if not self._cache.can_extend(branch, step):
+                return True
+            if step.pages_blocked or not self._cache.extend(branch, stop, step):
+                return False
+            self._drop_prompt_tail()
+        slots = branch.slots(start, stop)
+        stored = StoredChain(branch.table, stop)
+        row = step.rows.add_prefill(tokens[start:stop], slots, stored, self._job.kernel)
+        sample.stored = stop
+        if stop == len(tokens):
+            self._draw(sample, row + stop - start - 1, step, None)
+        return True
+
+    def _branch(self, sample: Sample) -> Branch:
+        if sample.branch is None:
+            capacity = len(self._job.prompt) + self._job.max_new_tokens - 1
+            size = self._cache.page_size
+            sample.branch = Branch(self._chain, capacity=capacity, page_size=size)
+        return sample.branch
+
+    def _draw(self, sample: Sample, row: int, step: StepBuilder, node: PageNode | None) -> None:
+        if not sample.is_announced:
+            step.readouts.add_sampler(sampler_message(sample, self._job.stop_ids))
+            sample.is_announced = True
+        at = step.readouts.add_sample(row, sample.slot, sample.num_tokens)
+        sample.pending += 1
+        self._draws.setdefault(step.step_id, []).append((sample, at, node))
+
+    def _drop_prompt_tail(self) -> None:
+        """Once every sample has its own copy of the prompt's partial page, nobody here reads it."""
+        chain = self._chain
+        if chain is None or chain.tail is None:
+            return
+        for sample in self._samples:
+            started = sample.branch is not None and sample.branch.has_started
+            claims = sample.branch is not None and sample.branch.claimed is not None
+            if claims or not (started or sample.has_ended):
+                return
+        self._cache.tree.release([chain.nodes.pop()])
+
+    def _settle(self, sample: Sample) -> None:
+        """A sample that has ended leaves its pages in the tree when its last row is answered."""
+        if not sample.has_ended or sample.pending:
+            return
+        if sample.branch is not None and self._chain is not None:
+            stored = sample.sequence(self._job.prompt)[:-1]
+            self._cache.adopt(sample.branch, self._chain, stored, self._job.salt)
+            sample.branch = None
+        self._release_sample(sample)
+
+    def _release_sample(self, sample: Sample) -> None:
+        if sample.branch is not None:
+            self._cache.drop(sample.branch)
+            sample.branch = None
+        if sample.slot >= 0:
+            self._slots.give_back(sample.slot)
+            sample.slot = -1
+        sample.is_announced = False
+        sample.stored = 0

@@ -1,0 +1,76 @@
+"""Take a job in: check what it needs, and set its progress up."""
+
+from stemserve.service.batching.admission import Admission, BatcherLimits, Demand
+from stemserve.service.batching.generate_progress import GenerateProgress, generate_pages
+from stemserve.service.batching.job_progress import JobProgress, Ticket
+from stemserve.service.batching.kv_cache import KvCache
+from stemserve.service.batching.sampler_slots import SamplerSlots
+from stemserve.service.batching.score_layout import ScoreLayout, lay_out
+from stemserve.service.batching.score_progress import ScoreProgress, context_pages
+from stemserve.service.batching.waiting_queue import WaitingQueue
+from stemserve.service.request import GenerateJob, Job, ScoreJob
+
+
+class JobIntake:
+    def __init__(
+        self,
+        limits: BatcherLimits,
+        *,
+        cache: KvCache,
+        slots: SamplerSlots,
+        admission: Admission,
+        queue: WaitingQueue[JobProgress],
+    ) -> None:
+        self._max_item_rows = limits.max_item_rows
+        self._cache = cache
+        self._slots = slots
+        self._admission = admission
+        self._queue = queue
+
+    def take(self, job: Job, *, arrival: int, now: float) -> JobProgress:
+        """Raises RequestError where the job may not wait."""
+        if isinstance(job, GenerateJob):
+            return self._take_generate(job, arrival, now)
+        return self._take_score(job, arrival, now)
+
+    def _take_generate(self, job: GenerateJob, arrival: int, now: float) -> GenerateProgress:
+        hits = min(self._cache.resident_tokens(job.prompt, job.salt), len(job.prompt) - 1)
+        demand = Demand(
+            pages=generate_pages(job, self._cache.page_size),
+            samples=len(job.samplers),
+            tokens=len(job.prompt) - hits,
+            deadline=job.deadline,
+        )
+        ticket = self._admit(demand, arrival, now)
+        return GenerateProgress(job, ticket, cache=self._cache, slots=self._slots)
+
+    def _take_score(self, job: ScoreJob, arrival: int, now: float) -> ScoreProgress:
+        layout = lay_out(job)
+        demand = Demand(
+            pages=context_pages(layout, self._max_item_rows, self._cache.page_size),
+            samples=0,
+            tokens=self._score_tokens(job, layout),
+            deadline=job.deadline,
+        )
+        ticket = self._admit(demand, arrival, now)
+        return ScoreProgress(
+            job, layout, ticket, cache=self._cache, max_item_rows=self._max_item_rows
+        )
+
+    def _score_tokens(self, job: ScoreJob, layout: ScoreLayout) -> int:
+        """Rows that the job needs, after cache hits."""
+        rows = len(layout.row_token)
+        for context in map(int, layout.contexts):
+            tokens = job.contexts[context]
+            missing = len(tokens) - self._cache.resident_tokens(tokens, job.salt)
+            rows += max(missing, layout.reads_context(context))
+        return rows
+
+    def _admit(self, demand: Demand, arrival: int, now: float) -> Ticket:
+        self._admission.check(
+            demand,
+            queued_requests=len(self._queue),
+            queued_tokens=self._queue.num_tokens,
+            now=now,
+        )
+        return Ticket(arrival=arrival, submitted_s=now, cost_tokens=demand.tokens)

@@ -1,0 +1,98 @@
+"""How far a job has come, whatever it asks for."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from stemserve.proto.v1 import worker_pb2
+from stemserve.service.batching.prefix_tree import PageNode
+from stemserve.service.batching.step_builder import IssuedStep, StepBuilder
+from stemserve.service.batching.step_outputs import StepOutputs
+from stemserve.service.request import Event, Job, JobTiming
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ticket:
+    """A job's place in the order of work."""
+
+    arrival: int
+    submitted_s: float
+    cost_tokens: int  # that had to be computed for it when it came
+
+
+class JobProgress(ABC):
+    """Plans its rows into steps and takes their results. It holds pages until `release`."""
+
+    def __init__(self, job: Job, ticket: Ticket) -> None:
+        self.request_id = job.request_id
+        self.deadline = job.deadline
+        self.arrival = ticket.arrival
+        self.order = (-job.priority, ticket.arrival)
+        self.submitted_s = ticket.submitted_s
+        self.cost_tokens = ticket.cost_tokens
+        self.started_s: float | None = None  # first planned step
+        self.in_flight = 0  # issued steps in which it has a share
+        self.has_ended = False  # answered, failed or cancelled; rows in flight are dropped
+        self._kv_read_bytes = 0.0
+        self._kv_avoided_bytes = 0.0
+
+    @property
+    @abstractmethod
+    def has_started(self) -> bool:
+        """It holds what it needs to run, or part of it is done."""
+
+    @property
+    @abstractmethod
+    def holds_pages(self) -> bool: ...
+
+    @property
+    @abstractmethod
+    def has_rows_to_plan(self) -> bool:
+        """Rows other than decode rows."""
+
+    @abstractmethod
+    def plan(self, step: StepBuilder) -> None:
+        """Add the prefill and item rows for which the step has room."""
+
+    @abstractmethod
+    def deliver(self, outputs: StepOutputs) -> list[Event]:
+        """Take what a step read out for it; the last event of the job comes from `finish`."""
+
+    @abstractmethod
+    def finish(self, now: float) -> Event | None:
+        """The job's last event, if all its results are in."""
+
+    @abstractmethod
+    def release(self) -> None:
+        """Let go of pages and slots; no step in flight may use them."""
+
+    @abstractmethod
+    def held_nodes(self) -> list[PageNode]:
+        """Pages of the prefix tree that it holds."""
+
+    @abstractmethod
+    def recheck(self) -> None:
+        """Pages that it holds may have lost what a failed step should have computed."""
+
+    def add_kv(self, issued: IssuedStep, groups: Sequence[worker_pb2.GroupReport]) -> None:
+        """Take its share, by rows, of the KV that a step's attention read."""
+        mine = issued.shares[self.arrival]
+        for group in groups:
+            is_decode = group.phase == "decode"
+            rows = mine.decode_rows if is_decode else mine.prefill_rows
+            total = issued.decode_rows if is_decode else issued.num_rows - issued.decode_rows
+            if rows:
+                self._kv_read_bytes += group.kv_read_bytes * rows / total
+                self._kv_avoided_bytes += group.kv_avoided_bytes * rows / total
+
+    @property
+    def kv_read_bytes(self) -> int:
+        return round(self._kv_read_bytes)
+
+    @property
+    def kv_avoided_bytes(self) -> int:
+        return round(self._kv_avoided_bytes)
+
+    def timing(self, now: float) -> JobTiming:
+        started_s = now if self.started_s is None else self.started_s
+        return JobTiming(queue_s=started_s - self.submitted_s, engine_s=now - started_s)

@@ -1,0 +1,67 @@
+"""All jobs of the batcher, by where they stand."""
+
+from bisect import insort
+
+from stemserve.service.batching.job_progress import JobProgress
+from stemserve.service.batching.waiting_queue import WaitingQueue
+
+
+def _order(job: JobProgress) -> tuple[int, int]:
+    return job.order
+
+
+class JobTable:
+    def __init__(self) -> None:
+        self.waiting: WaitingQueue[JobProgress] = WaitingQueue()
+        self.running: list[JobProgress] = []  # in the order of work
+        self.ending: set[JobProgress] = set()  # answered or cancelled, with rows in flight
+        self._by_id: dict[str, JobProgress] = {}
+        self._by_arrival: dict[int, JobProgress] = {}
+
+    def __len__(self) -> int:
+        return len(self._by_arrival)
+
+    def add(self, job: JobProgress) -> None:
+        self.waiting.add(job)
+        self._by_id[job.request_id] = job
+        self._by_arrival[job.arrival] = job
+
+    def find(self, request_id: str) -> JobProgress | None:
+        """A job that has not ended."""
+        return self._by_id.get(request_id)
+
+    def by_arrival(self, arrival: int) -> JobProgress | None:
+        return self._by_arrival.get(arrival)
+
+    def live(self) -> list[JobProgress]:
+        return [*self.running, *self.waiting]
+
+    def start(self, job: JobProgress) -> None:
+        self.waiting.remove(job)
+        insort(self.running, job, key=_order)
+
+    def requeue(self, job: JobProgress) -> None:
+        self.running.remove(job)
+        self.waiting.add(job)
+
+    def end(self, job: JobProgress) -> None:
+        """The job has no more to say; it lets go of its pages once no step in flight uses them."""
+        if not self.waiting.remove(job):
+            self.running.remove(job)
+        del self._by_id[job.request_id]
+        job.has_ended = True
+        if job.in_flight:
+            self.ending.add(job)
+        else:
+            self._forget(job)
+
+    def end_in_flight(self, job: JobProgress) -> None:
+        """A step with rows of the job has been answered."""
+        job.in_flight -= 1
+        if job.in_flight == 0 and job in self.ending:
+            self.ending.remove(job)
+            self._forget(job)
+
+    def _forget(self, job: JobProgress) -> None:
+        job.release()
+        del self._by_arrival[job.arrival]

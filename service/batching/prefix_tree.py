@@ -1,0 +1,216 @@
+"""The cache's index: token ids -> pages, one tree a salt, one node a page."""
+
+import heapq
+from bisect import bisect_left
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import count
+from typing import NamedTuple
+
+from stemserve.service.batching.page_allocator import PageAllocator
+from stemserve.service.request import Int32
+
+TOKEN_BYTES = 4
+
+
+def token_key(tokens: Int32) -> bytes:
+    """Token ids as bytes that sort and compare like the ids: the tree keeps no hash."""
+    return tokens.astype(">u4").tobytes()
+
+
+def common_tokens(a: bytes, b: bytes) -> int:
+    """How many leading tokens two keys share."""
+    end = min(len(a), len(b))
+    for at in range(0, end, TOKEN_BYTES):
+        if a[at : at + TOKEN_BYTES] != b[at : at + TOKEN_BYTES]:
+            return at // TOKEN_BYTES
+    return end // TOKEN_BYTES
+
+
+@dataclass(slots=True, eq=False)
+class PageNode:
+    """A page with the KV of `key`'s tokens, behind its parent's. One that is not full is a leaf."""
+
+    page: int
+    key: bytes
+    parent: "PageNode | None"  # None: the root of a salt
+    refs: int = 0  # sequences that hold the page
+    planned: int = 0  # leading tokens that issued steps compute
+    has_writer: bool = False  # a generation goes on in the slots behind the key's tokens
+    attached: bool = True  # can be found in the tree
+    used: int = 0  # tick of the last release
+    child_keys: list[bytes] = field(default_factory=list[bytes])  # sorted
+    children: list["PageNode"] = field(default_factory=list["PageNode"])
+
+    @property
+    def size(self) -> int:
+        return len(self.key) // TOKEN_BYTES
+
+
+class Match(NamedTuple):
+    nodes: list[PageNode]  # full pages
+    tail: PageNode | None  # page that shares the most leading tokens with what follows
+    tail_tokens: int  # how many it shares
+
+
+class PrefixTree:
+    """Whoever holds a node holds its ancestors: under an unreferenced one, nothing is in use."""
+
+    def __init__(self, allocator: PageAllocator, page_size: int) -> None:
+        self._allocator = allocator
+        self._page_bytes = page_size * TOKEN_BYTES
+        self._roots: dict[bytes, PageNode] = {}
+        self._evictable: list[tuple[int, int, PageNode]] = []  # heap; entries go stale
+        self._serial = count()
+        self._tick = 0
+        self.num_pages = 0
+        self.num_unreferenced = 0
+
+    def match(self, key: bytes, salt: bytes) -> Match:
+        """The longest part of the sequence that is in the tree, computed or about to be."""
+        nodes: list[PageNode] = []
+        node = self._roots.get(salt)
+        if node is None:
+            return Match(nodes, None, 0)
+        for start in range(0, len(key), self._page_bytes):
+            rest = key[start : start + self._page_bytes]
+            child = self.child(node, rest)
+            if child is None or len(rest) < self._page_bytes:
+                return Match(nodes, *_closest(node, rest))
+            nodes.append(child)
+            node = child
+        return Match(nodes, None, 0)
+
+    def child(self, node: PageNode, key: bytes) -> PageNode | None:
+        at = bisect_left(node.child_keys, key)
+        if at < len(node.child_keys) and node.child_keys[at] == key:
+            return node.children[at]
+        return None
+
+    def root(self, salt: bytes) -> PageNode:
+        """The root of a salt, to insert under."""
+        if salt not in self._roots:
+            self._roots[salt] = PageNode(page=-1, key=salt, parent=None)
+        return self._roots[salt]
+
+    def insert(self, parent: PageNode, key: bytes, page: int) -> PageNode:
+        """Add a page, held once by the caller."""
+        node = PageNode(page=page, key=key, parent=parent, refs=1)
+        _link(parent, node)
+        self.num_pages += 1
+        return node
+
+    def extend_key(self, node: PageNode, key: bytes) -> None:
+        """The leaf's page has been filled further: `key` begins with its tokens."""
+        parent = _unlink(node)
+        node.key = key
+        _link(parent, node)
+
+    def retain(self, nodes: Sequence[PageNode]) -> None:
+        for node in nodes:
+            if node.refs == 0:
+                self.num_unreferenced -= 1
+            node.refs += 1
+
+    def release(self, nodes: Sequence[PageNode]) -> None:
+        """Let go of a chain, its last page first. What has content stays cached."""
+        self._tick += 1
+        for node in reversed(nodes):
+            node.refs -= 1
+            if node.refs > 0:
+                continue
+            node.used = self._tick
+            if node.attached:
+                self.num_unreferenced += 1
+                self._settle(node)
+            else:
+                self._allocator.free([node.page])
+
+    def evict(self, pages: int) -> None:
+        """Free that many pages, least recently used leaves first."""
+        while pages > 0:
+            used, _, node = heapq.heappop(self._evictable)
+            if node.attached and node.refs == 0 and not node.children and node.used == used:
+                self._remove(node)
+                pages -= 1
+
+    def discard(self, node: PageNode) -> None:
+        """Take a page and all behind it out of the tree; pages in use are freed when let go."""
+        if not node.attached:
+            return
+        parent = _unlink(node)
+        below = [node]
+        while below:
+            lost = below.pop()
+            below += lost.children
+            lost.attached = False
+            self.num_pages -= 1
+            if lost.refs == 0:
+                self.num_unreferenced -= 1
+                self._allocator.free([lost.page])
+        self._settle(parent)
+
+    def nodes(self) -> list[PageNode]:
+        """All pages of the tree."""
+        found: list[PageNode] = []
+        below = list(self._roots.values())
+        while below:
+            node = below.pop()
+            below += node.children
+            if node.parent is not None:
+                found.append(node)
+        return found
+
+    def _settle(self, node: PageNode) -> None:
+        """A node may have become an unreferenced leaf."""
+        if node.children:
+            return
+        if node.parent is None:
+            del self._roots[node.key]
+        elif node.refs == 0 and node.planned == 0:
+            self._remove(node)
+        elif node.refs == 0:
+            heapq.heappush(self._evictable, (node.used, next(self._serial), node))
+            if len(self._evictable) > 2 * self._allocator.num_pages + 64:
+                self._rebuild_heap()
+
+    def _remove(self, node: PageNode) -> None:
+        parent = _unlink(node)
+        node.attached = False
+        self.num_pages -= 1
+        self.num_unreferenced -= 1
+        self._allocator.free([node.page])
+        self._settle(parent)
+
+    def _rebuild_heap(self) -> None:
+        leaves = [n for n in self.nodes() if n.refs == 0 and not n.children]
+        self._evictable = [(node.used, next(self._serial), node) for node in leaves]
+        heapq.heapify(self._evictable)
+
+
+def _closest(node: PageNode, rest: bytes) -> tuple[PageNode | None, int]:
+    """The child that shares the most tokens with `rest`: in sorted order it is a neighbour."""
+    at = bisect_left(node.child_keys, rest)
+    best: PageNode | None = None
+    best_tokens = 0
+    for index in (at, at - 1):
+        if 0 <= index < len(node.children):
+            shared = common_tokens(node.child_keys[index], rest)
+            if shared > best_tokens:
+                best, best_tokens = node.children[index], shared
+    return best, best_tokens
+
+
+def _link(parent: PageNode, node: PageNode) -> None:
+    at = bisect_left(parent.child_keys, node.key)
+    parent.child_keys.insert(at, node.key)
+    parent.children.insert(at, node)
+
+
+def _unlink(node: PageNode) -> PageNode:
+    parent = node.parent
+    if parent is None:
+        raise RuntimeError("the root of a salt holds no page")
+    at = bisect_left(parent.child_keys, node.key)
+    del parent.child_keys[at], parent.children[at]
+    return parent

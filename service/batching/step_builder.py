@@ -1,0 +1,123 @@
+"""Collect one step, and remember whose it is and which pages it computes."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from stemserve.proto.v1 import worker_pb2
+from stemserve.service.batching.plan_arrays import pack_int32
+from stemserve.service.batching.prefix_tree import PageNode
+from stemserve.service.batching.sequence import Branch, Chain
+from stemserve.service.batching.step_readouts import StepReadouts
+from stemserve.service.batching.step_rows import StepRows
+from stemserve.service.request import Int32
+
+
+@dataclass(slots=True, kw_only=True)
+class Share:
+    """What one job has in a step."""
+
+    prefill_rows: int = 0  # of PREFILL and ITEM segments
+    decode_rows: int = 0
+    written: dict[PageNode, int] = field(default_factory=dict[PageNode, int])  # planned before
+    sources: set[PageNode] = field(default_factory=set[PageNode])  # pages that it copies from
+
+    @property
+    def is_empty(self) -> bool:
+        return not (self.prefill_rows or self.decode_rows or self.written)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class IssuedStep:
+    """A step whose result has not come."""
+
+    step_id: int
+    shares: dict[int, Share]  # by the job's arrival number, in plan order
+    num_rows: int
+    decode_rows: int
+    gather_rows: Int32
+    num_gather_ids: int
+    classify_rows: Int32
+    sample_rows: Int32
+
+
+class StepBuilder:
+    """Jobs add to `rows` and `readouts` one after another, in plan order (`begin`, `end`)."""
+
+    def __init__(self, step_id: int, *, page_size: int, max_rows: int) -> None:
+        self.step_id = step_id
+        self.page_size = page_size
+        self.rows = StepRows()
+        self.readouts = StepReadouts()
+        self.pages_blocked = False  # a job ahead waits for pages: nobody behind it takes any
+        self.slots_blocked = False  # the same of sampler slots
+        self._max_rows = max_rows
+        self._share = Share()
+        self._shares: dict[int, Share] = {}
+        self._before: dict[PageNode, int] = {}  # planned tokens before this step
+        self._held: list[PageNode] = []
+        self._copies: list[tuple[int, int, int]] = []
+
+    @property
+    def room(self) -> int:
+        return self._max_rows - self.rows.num_rows
+
+    def begin(self, arrival: int) -> Share:
+        """What is added next belongs to this job."""
+        self._share = self._shares.setdefault(arrival, Share())
+        return self._share
+
+    def hold(self, node: PageNode) -> None:
+        """Take over the caller's reference to the node, until the step is built."""
+        self._held.append(node)
+
+    def planned_before(self, node: PageNode) -> int:
+        """How many of the page's tokens earlier steps compute."""
+        return self._before.get(node, node.planned)
+
+    def add_copy(self, source: PageNode, page: int, tokens: int) -> None:
+        """Begin `page` with the first tokens of another, which earlier steps compute."""
+        self._copies.append((source.page, page, tokens))
+        self._share.sources.add(source)
+
+    def copy_tail(self, branch: Branch) -> None:
+        """Begin the branch's first own page with its chain's partial tail."""
+        if branch.tail is not None:
+            page = int(branch.table[branch.chain_pages])
+            self.add_copy(branch.tail, page, branch.tail_tokens)
+
+    def mark(self, node: PageNode, planned: int) -> None:
+        """The step computes, or copies, the page's tokens up to `planned`."""
+        self._before.setdefault(node, node.planned)
+        self._share.written.setdefault(node, node.planned)
+        node.planned = max(node.planned, planned)
+
+    def mark_chain(self, chain: Chain, start: int, stop: int) -> None:
+        size = self.page_size
+        for index in range(start // size, (stop - 1) // size + 1):
+            self.mark(chain.nodes[index], min(size, stop - index * size))
+
+    def finish(
+        self, release: Callable[[Sequence[PageNode]], None]
+    ) -> tuple[worker_pb2.StepPlan, IssuedStep] | None:
+        """None if the step has no rows; then it computes and copies nothing."""
+        if self.rows.num_rows == 0:
+            for node, before in self._before.items():
+                node.planned = before
+            release(self._held)
+            return None
+        release(self._held)
+        plan = worker_pb2.StepPlan(step_id=self.step_id)
+        self.rows.write(plan, self.page_size)
+        self.readouts.write(plan)
+        plan.copies = pack_int32([number for copy in self._copies for number in copy])
+        issued = IssuedStep(
+            step_id=self.step_id,
+            shares={n: share for n, share in self._shares.items() if not share.is_empty},
+            num_rows=self.rows.num_rows,
+            decode_rows=sum(share.decode_rows for share in self._shares.values()),
+            gather_rows=self.readouts.gather_rows,
+            num_gather_ids=self.readouts.num_gather_ids,
+            classify_rows=self.readouts.classify_rows,
+            sample_rows=self.readouts.sample_rows,
+        )
+        return plan, issued

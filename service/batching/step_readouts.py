@@ -1,0 +1,62 @@
+"""What a step reads out of its rows: gathered log-probabilities, class scores, samples."""
+
+import numpy as np
+
+from stemserve.proto.v1 import worker_pb2
+from stemserve.service.batching.plan_arrays import indptr_of, join_int32, pack_int32
+from stemserve.service.request import Int32
+
+
+class StepReadouts:
+    def __init__(self) -> None:
+        self.num_gathers = 0
+        self.num_gather_ids = 0
+        self.num_classified = 0
+        self._gather_rows: list[Int32] = []
+        self._gather_lengths: list[Int32] = []
+        self._gather_ids: list[Int32] = []
+        self._classify_rows: list[Int32] = []
+        self._samples: list[tuple[int, int, int]] = []  # row, slot, index
+        self._samplers: list[worker_pb2.Sampler] = []
+
+    def add_gathers(self, rows: Int32, lengths: Int32, ids: Int32) -> None:
+        """Read lengths[i] of the ids at rows[i]."""
+        self._gather_rows.append(rows)
+        self._gather_lengths.append(lengths)
+        self._gather_ids.append(ids)
+        self.num_gathers += len(rows)
+        self.num_gather_ids += len(ids)
+
+    def add_classified(self, rows: Int32) -> None:
+        self._classify_rows.append(rows)
+        self.num_classified += len(rows)
+
+    def add_sample(self, row: int, slot: int, index: int) -> int:
+        """Returns where the sample lies in the result."""
+        self._samples.append((row, slot, index))
+        return len(self._samples) - 1
+
+    def add_sampler(self, sampler: worker_pb2.Sampler) -> None:
+        self._samplers.append(sampler)
+
+    @property
+    def gather_rows(self) -> Int32:
+        return join_int32(self._gather_rows)
+
+    @property
+    def classify_rows(self) -> Int32:
+        return join_int32(self._classify_rows)
+
+    @property
+    def sample_rows(self) -> Int32:
+        return np.array([row for row, _, _ in self._samples], np.int32)
+
+    def write(self, plan: worker_pb2.StepPlan) -> None:
+        plan.gather_rows = pack_int32(self.gather_rows)
+        plan.gather_indptr = pack_int32(indptr_of(join_int32(self._gather_lengths)))
+        plan.gather_ids = pack_int32(join_int32(self._gather_ids))
+        plan.classify_rows = pack_int32(self.classify_rows)
+        plan.sample_rows = pack_int32(self.sample_rows)
+        plan.sample_slots = pack_int32([slot for _, slot, _ in self._samples])
+        plan.sample_index = pack_int32([index for _, _, index in self._samples])
+        plan.samplers.extend(self._samplers)

@@ -1,0 +1,34 @@
+"""Scores of the classification head: the reads of a call, and the scores from what was read."""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from stemserve.service.calls.label_scoring import softmax
+from stemserve.service.calls.reading import NO_IDS, Readout, Reads
+from stemserve.service.calls.score_call import ScoreCall, ScoredRows
+from stemserve.service.request import ScoreResult
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClassScoring:
+    apply_softmax: bool
+
+    @classmethod
+    def plan(cls, call: ScoreCall, rows: ScoredRows) -> tuple[Reads, "ClassScoring"]:
+        reads = Reads(
+            units=rows.sequences,
+            unit_row=np.arange(len(rows.items), dtype=np.int32),
+            gather_unit=NO_IDS,
+            gather_offset=NO_IDS,
+            gather_indptr=np.zeros(1, dtype=np.int32),
+            gather_ids=NO_IDS,
+            classify=True,
+        )
+        return reads, cls(apply_softmax=call.request.classification.apply_softmax)
+
+    def read(self, result: ScoreResult) -> Readout:
+        scores = result.class_scores
+        if self.apply_softmax:
+            scores = softmax(scores.astype(np.float64)).astype(np.float32)
+        return Readout(scores=scores)

@@ -1,0 +1,122 @@
+"""Run one Generate call: tokenise, follow the engine's tokens, stream their text."""
+
+import asyncio
+import time
+from collections.abc import AsyncGenerator, Callable
+from contextlib import aclosing
+from dataclasses import replace
+from itertools import count
+
+from stemserve.proto.v1 import inference_pb2
+from stemserve.service.calls.generate_answer import GenerateAnswer
+from stemserve.service.calls.generation import GenerateEncoder
+from stemserve.service.calls.score_runner import passed, timing_message
+from stemserve.service.engine import Engine
+from stemserve.service.errors import EngineFault
+from stemserve.service.metrics import Metrics
+from stemserve.service.request import GenerateChunk, GenerateJob
+from stemserve.service.text.tokenizer import Tokenizer
+
+Messages = AsyncGenerator[inference_pb2.GenerateResponse, None]
+
+
+class GenerateRunner:
+    def __init__(
+        self,
+        encoder: GenerateEncoder,
+        tokenizer: Tokenizer,
+        engine: Engine,
+        metrics: Metrics,
+        *,
+        entropy: Callable[[], int],
+    ) -> None:
+        self._encoder = encoder
+        self._tokenizer = tokenizer
+        self._engine = engine
+        self._metrics = metrics
+        self._entropy = entropy
+        self._numbers = count()
+
+    async def job(
+        self, request: inference_pb2.GenerateRequest, *, owner: str, deadline: float | None
+    ) -> GenerateJob:
+        # The client's id need not be unique.
+        request_id = f"generate-{next(self._numbers)}:{request.request_id}"
+        job = await self._encoder.encode(
+            request, owner, request_id=request_id, entropy=self._entropy()
+        )
+        return replace(job, deadline=deadline)
+
+    async def run(
+        self, request: inference_pb2.GenerateRequest, *, owner: str, deadline: float | None
+    ) -> Messages:
+        """Raises RequestError. Closing it cancels the engine's job."""
+        call = _RunningCall()
+        try:
+            job = await self.job(request, owner=owner, deadline=deadline)
+            call.tokenized, call.phase = time.monotonic(), "prefill"
+            async with aclosing(self._follow(request, job, call)) as messages:
+                async for message in messages:
+                    yield message
+        except (asyncio.CancelledError, GeneratorExit):
+            self._metrics.cancelled(call.phase, by_deadline=passed(deadline))
+            raise
+
+    async def _follow(
+        self, request: inference_pb2.GenerateRequest, job: GenerateJob, call: "_RunningCall"
+    ) -> Messages:
+        answer = GenerateAnswer(request, self._tokenizer.token_bytes, len(job.samplers))
+        last = None
+        async with aclosing(self._engine.generate(job)) as chunks:
+            async for chunk in chunks:
+                call.note(chunk)
+                message, stopped = answer.add(chunk)
+                for sample in stopped:
+                    self._engine.stop_sample(job.request_id, sample)
+                if chunk.usage is not None:
+                    last = chunk
+                elif message is not None:
+                    yield message
+                if last is not None and message is not None:
+                    self._finish(message, job, call, last)
+                    yield message
+        if last is None:
+            raise EngineFault("the engine ended a stream without its usage")
+
+    def _finish(
+        self,
+        message: inference_pb2.GenerateResponse,
+        job: GenerateJob,
+        call: "_RunningCall",
+        last: GenerateChunk,
+    ) -> None:
+        if last.timing is not None:
+            message.timing.CopyFrom(
+                timing_message(last.timing, started=call.started, tokenized=call.tokenized)
+            )
+            self._metrics.queued("generate", job.priority, last.timing)
+        if last.usage is not None:
+            self._metrics.used(last.usage, looked_up_tokens=len(job.prompt))
+            if call.token_times:
+                first_s = call.token_times[0] - call.started
+                self._metrics.first_token(last.usage, len(job.prompt), first_s)
+        self._metrics.streamed(call.gaps())
+
+
+class _RunningCall:
+    """When what happened."""
+
+    def __init__(self) -> None:
+        self.started = time.monotonic()
+        self.tokenized = self.started
+        self.phase = "queued"
+        self.token_times: list[float] = []
+
+    def note(self, chunk: GenerateChunk) -> None:
+        if chunk.tokens:
+            self.phase = "decode"
+            self.token_times.append(time.monotonic())
+
+    def gaps(self) -> list[float]:
+        times = self.token_times
+        return [after - before for before, after in zip(times, times[1:], strict=False)]

@@ -1,0 +1,81 @@
+"""Refuse a Generate request that is malformed or over a limit, before anything is made of it."""
+
+import math
+
+from stemserve.proto.v1 import inference_pb2
+from stemserve.service.calls.validation import (
+    check_characters,
+    check_count,
+    check_id,
+    check_kernel,
+    check_lm_head,
+    check_tokens,
+)
+from stemserve.service.calls.wire_tokens import TOKEN_BYTES
+from stemserve.service.errors import InvalidRequest
+from stemserve.service.limits import Limits
+from stemserve.service.request import WorkerFacts
+
+DEFAULT_NEW_TOKENS = 128
+
+
+def check_generate(
+    request: inference_pb2.GenerateRequest, limits: Limits, facts: WorkerFacts
+) -> None:
+    check_id("request_id", request.request_id)
+    check_id("prompt.prefix_id", request.prompt.prefix_id)
+    check_kernel(request.kernel)
+    check_lm_head(facts)
+    check_characters(len(request.prompt.text), limits)
+    check_tokens("prompt", len(request.prompt.tokens) // TOKEN_BYTES, limits)
+    _check_counts(request, limits, facts)
+    _check_stops(request, limits)
+    _check_sampling(request.sampling)
+
+
+def new_tokens(request: inference_pb2.GenerateRequest) -> int:
+    return request.max_new_tokens if request.HasField("max_new_tokens") else DEFAULT_NEW_TOKENS
+
+
+def sample_count(request: inference_pb2.GenerateRequest) -> int:
+    return request.n if request.HasField("n") else 1
+
+
+def _check_counts(
+    request: inference_pb2.GenerateRequest, limits: Limits, facts: WorkerFacts
+) -> None:
+    if not sample_count(request):
+        raise InvalidRequest("n", "must be at least 1")
+    check_count("n", sample_count(request), "max_n", min(limits.max_n, facts.sampler_slots))
+    if not new_tokens(request):
+        raise InvalidRequest(
+            "max_new_tokens", "must be at least 1; to compute a prefix only, register it with warm"
+        )
+    if request.min_new_tokens > new_tokens(request):
+        raise InvalidRequest(
+            "min_new_tokens",
+            f"{request.min_new_tokens} is more than max_new_tokens ({new_tokens(request)})",
+        )
+    limit = min(limits.max_top_logprobs, facts.vocab_size)
+    check_count("top_logprobs", request.top_logprobs, "max_top_logprobs", limit)
+
+
+def _check_stops(request: inference_pb2.GenerateRequest, limits: Limits) -> None:
+    check_count("stop", len(request.stop), "max_stop_strings", limits.max_stop_strings)
+    for index, stop in enumerate(request.stop):
+        if not stop:
+            raise InvalidRequest(f"stop[{index}]", "is empty")
+        check_count(f"stop[{index}]", len(stop), "max_stop_characters", limits.max_stop_characters)
+
+
+def _check_sampling(sampling: inference_pb2.SamplingParams) -> None:
+    temperature = sampling.temperature
+    if not math.isfinite(temperature) or temperature < 0:
+        raise InvalidRequest("sampling.temperature", f"{temperature} is not a temperature")
+    if sampling.HasField("top_p") and not 0 < sampling.top_p <= 1:
+        raise InvalidRequest("sampling.top_p", f"{sampling.top_p} is not above 0 and at most 1")
+    if not 0 <= sampling.min_p <= 1:
+        raise InvalidRequest("sampling.min_p", f"{sampling.min_p} is not between 0 and 1")
+    for token_id, bias in sampling.logit_bias.items():
+        if not math.isfinite(bias):
+            raise InvalidRequest(f"sampling.logit_bias[{token_id}]", f"{bias} is not finite")

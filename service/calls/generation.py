@@ -1,0 +1,113 @@
+"""Turn a Generate request into a job for the engine."""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from stemserve.proto.v1 import inference_pb2
+from stemserve.service.calls.context_encoder import ContextEncoder
+from stemserve.service.calls.generate_validation import check_generate, new_tokens, sample_count
+from stemserve.service.calls.wire_tokens import decode_ids
+from stemserve.service.errors import InvalidRequest
+from stemserve.service.limits import Limits
+from stemserve.service.request import Float32, GenerateJob, Int32, SamplerSpec, WorkerFacts
+
+WORD = (1 << 64) - 1
+GOLDEN_STEP = 0x9E3779B97F4A7C15
+
+
+class GenerateEncoder:
+    def __init__(
+        self,
+        contexts: ContextEncoder,
+        eos_ids: frozenset[int],
+        limits: Limits,
+        facts: WorkerFacts,
+    ) -> None:
+        self._contexts = contexts
+        self._eos_ids = eos_ids
+        self._limits = limits
+        self._facts = facts
+
+    async def encode(
+        self, request: inference_pb2.GenerateRequest, owner: str, *, request_id: str, entropy: int
+    ) -> GenerateJob:
+        """`entropy` is the seed where the request has none. Raises RequestError."""
+        check_generate(request, self._limits, self._facts)
+        vocab_size = self._facts.vocab_size
+        stop_ids = decode_ids("stop_token_ids", request.stop_token_ids, vocab_size)
+        bias_ids, bias_values = _bias(request.sampling, vocab_size)
+        banned_ids = _banned(request.sampling, vocab_size)
+        (prompt,) = await self._contexts.encode("prompt", [request.prompt], owner)
+        room = _room(prompt, self._facts.context_tokens)
+        seed = request.sampling.seed if request.sampling.HasField("seed") else entropy
+        samplers = tuple(
+            _sampler(request, child_seed(seed, sample), bias_ids, bias_values, banned_ids)
+            for sample in range(sample_count(request))
+        )
+        eos_ids = frozenset[int]() if request.ignore_eos else self._eos_ids
+        return GenerateJob(
+            request_id=request_id,
+            prompt=prompt,
+            samplers=samplers,
+            max_new_tokens=min(new_tokens(request), room),
+            stop_ids=eos_ids | frozenset(stop_ids.tolist()),
+            priority=request.priority,
+            kernel=request.kernel,
+        )
+
+
+def child_seed(seed: int, sample: int) -> int:
+    """splitmix64 of the request's seed: samples differ, and sample i does not depend on n."""
+    value = (seed + (sample + 1) * GOLDEN_STEP) & WORD
+    value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & WORD
+    value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & WORD
+    return value ^ (value >> 31)
+
+
+def _sampler(
+    request: inference_pb2.GenerateRequest,
+    seed: int,
+    bias_ids: Int32,
+    bias_values: Float32,
+    banned_ids: Int32,
+) -> SamplerSpec:
+    sampling = request.sampling
+    return SamplerSpec(
+        temperature=sampling.temperature if sampling.HasField("temperature") else 1.0,
+        top_k=sampling.top_k,
+        top_p=sampling.top_p if sampling.HasField("top_p") else 1.0,
+        min_p=sampling.min_p,
+        seed=seed,
+        bias_ids=bias_ids,
+        bias_values=bias_values,
+        banned_ids=banned_ids,
+        min_new_tokens=request.min_new_tokens,
+        top_logprobs=request.top_logprobs,
+    )
+
+
+def _bias(sampling: inference_pb2.SamplingParams, vocab_size: int) -> tuple[Int32, Float32]:
+    items: Sequence[tuple[int, float]] = sorted(sampling.logit_bias.items())
+    ids = decode_ids("sampling.logit_bias", [token_id for token_id, _ in items], vocab_size)
+    return ids, np.array([bias for _, bias in items], dtype=np.float32)
+
+
+def _banned(sampling: inference_pb2.SamplingParams, vocab_size: int) -> Int32:
+    field = "sampling.banned_token_ids"
+    banned = np.unique(decode_ids(field, sampling.banned_token_ids, vocab_size))
+    if len(banned) == vocab_size:
+        raise InvalidRequest(field, "bans every token")
+    return banned
+
+
+def _room(prompt: Int32, context_tokens: int) -> int:
+    if not len(prompt):
+        raise InvalidRequest("prompt", "has no tokens")
+    if len(prompt) >= context_tokens:
+        raise InvalidRequest(
+            "prompt",
+            f"has {len(prompt)} tokens, which leaves no room for a new one in the model's "
+            f"{context_tokens}",
+        )
+    return context_tokens - len(prompt)

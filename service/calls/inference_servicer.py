@@ -1,0 +1,77 @@
+"""The Inference service."""
+
+import asyncio
+import time
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from functools import partial
+
+import grpc
+
+from stemserve.proto.v1 import inference_pb2, inference_pb2_grpc
+from stemserve.service.calls.generate_runner import GenerateRunner
+from stemserve.service.calls.prefix_registry import ANYONE
+from stemserve.service.calls.score_runner import ScoreRunner
+from stemserve.service.calls.score_stream import Requests, ScoreStreamCalls
+from stemserve.service.calls.status import status_code
+from stemserve.service.errors import RequestError
+from stemserve.service.metrics import Metrics
+from stemserve.service.serving.call_status import Context, remaining_deadline
+
+
+class InferenceServicer(inference_pb2_grpc.InferenceServicer):
+    def __init__(
+        self,
+        score: ScoreRunner,
+        generate: GenerateRunner,
+        metrics: Metrics,
+        *,
+        max_stream_calls: int,
+    ) -> None:
+        self._score = score
+        self._generate = generate
+        self._metrics = metrics
+        self._max_stream_calls = max_stream_calls
+
+    async def Score(
+        self, request: inference_pb2.ScoreRequest, context: Context
+    ) -> inference_pb2.ScoreResponse:
+        deadline = remaining_deadline(context)
+        return await self._score.run(request, owner=ANYONE, deadline=deadline)
+
+    async def ScoreStream(
+        self, request_iterator: Requests, context: Context
+    ) -> AsyncGenerator[inference_pb2.ScoreStreamResponse, None]:
+        score = partial(self._score_of_stream, deadline=remaining_deadline(context))
+        calls = ScoreStreamCalls(score, max_calls=self._max_stream_calls)
+        async with aclosing(calls.answers(request_iterator)) as answers:
+            async for answer in answers:
+                yield answer
+
+    async def Generate(
+        self, request: inference_pb2.GenerateRequest, context: Context
+    ) -> AsyncGenerator[inference_pb2.GenerateResponse, None]:
+        deadline = remaining_deadline(context)
+        run = self._generate.run(request, owner=ANYONE, deadline=deadline)
+        async with aclosing(run) as messages:
+            async for message in messages:
+                yield message
+
+    async def _score_of_stream(
+        self, request: inference_pb2.ScoreRequest, *, deadline: float | None
+    ) -> inference_pb2.ScoreResponse:
+        """Counted as a Score call."""
+        started, code = time.monotonic(), grpc.StatusCode.INTERNAL
+        try:
+            response = await self._score.run(request, owner=ANYONE, deadline=deadline)
+            code = grpc.StatusCode.OK
+            return response
+        except asyncio.CancelledError:
+            code = grpc.StatusCode.CANCELLED
+            raise
+        except RequestError as error:
+            code = status_code(error)
+            self._metrics.rejected(error)
+            raise
+        finally:
+            self._metrics.finished("score", code.name, time.monotonic() - started)

@@ -1,0 +1,93 @@
+"""The Info service."""
+
+from dataclasses import asdict
+
+from stemserve.proto.v1 import info_pb2, info_pb2_grpc
+from stemserve.service.calls.explanation import explained_step
+from stemserve.service.calls.generate_runner import GenerateRunner
+from stemserve.service.calls.prefix_registry import ANYONE, PrefixRegistry
+from stemserve.service.calls.score_runner import ScoreRunner
+from stemserve.service.engine import Engine
+from stemserve.service.errors import InvalidRequest
+from stemserve.service.limits import Limits
+from stemserve.service.request import GenerateJob, Job
+from stemserve.service.serving.call_status import Context, remaining_deadline
+
+NO_SALT = b""
+
+
+class InfoServicer(info_pb2_grpc.InfoServicer):
+    def __init__(
+        self,
+        engine: Engine,
+        registry: PrefixRegistry,
+        score: ScoreRunner,
+        generate: GenerateRunner,
+        limits: Limits,
+        *,
+        version: str,
+    ) -> None:
+        self._engine = engine
+        self._registry = registry
+        self._score = score
+        self._generate = generate
+        self._limits = limits
+        self._version = version
+
+    async def GetModel(
+        self, request: info_pb2.GetModelRequest, context: Context
+    ) -> info_pb2.GetModelResponse:
+        facts = self._engine.facts
+        return info_pb2.GetModelResponse(
+            model=facts.model,
+            architecture=facts.architecture,
+            dtype=facts.dtype,
+            device=facts.device,
+            vocab_size=facts.vocab_size,
+            context_tokens=facts.context_tokens,
+            layers=facts.layers,
+            query_heads=facts.query_heads,
+            kv_heads=facts.kv_heads,
+            head_dim=facts.head_dim,
+            has_lm_head=facts.has_lm_head,
+            class_labels=facts.class_labels,
+            version=self._version,
+        )
+
+    async def GetLimits(
+        self, request: info_pb2.GetLimitsRequest, context: Context
+    ) -> info_pb2.GetLimitsResponse:
+        facts = self._engine.facts
+        return info_pb2.GetLimitsResponse(
+            **asdict(self._limits), page_size=facts.page_size, kv_pages=facts.kv_pages
+        )
+
+    async def GetLoad(
+        self, request: info_pb2.GetLoadRequest, context: Context
+    ) -> info_pb2.GetLoadResponse:
+        load = await self._engine.load()
+        return info_pb2.GetLoadResponse(**asdict(load), registered_prefixes=len(self._registry))
+
+    async def Explain(
+        self, request: info_pb2.ExplainRequest, context: Context
+    ) -> info_pb2.ExplainResponse:
+        job = await self._job(request, context)
+        steps = await self._engine.explain(job)
+        explained = [explained_step(*step) for step in steps]
+        contexts = (job.prompt,) if isinstance(job, GenerateJob) else job.contexts
+        cached = [await self._engine.resident_tokens(tokens, NO_SALT) for tokens in contexts]
+        return info_pb2.ExplainResponse(
+            steps=explained,
+            cached_tokens=sum(cached),
+            computed_tokens=sum(step.rows for step in explained),
+        )
+
+    async def _job(self, request: info_pb2.ExplainRequest, context: Context) -> Job:
+        match request.WhichOneof("request"):
+            case "score":
+                return await self._score.job(request.score, owner=ANYONE)
+            case "generate":
+                deadline = remaining_deadline(context)
+                return await self._generate.job(request.generate, owner=ANYONE, deadline=deadline)
+            case _:
+                raise InvalidRequest("request", "set score or generate")

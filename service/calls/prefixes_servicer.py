@@ -1,0 +1,141 @@
+"""The Prefixes service."""
+
+import asyncio
+import math
+import time
+from collections.abc import Callable
+from itertools import count
+
+from stemserve.proto.v1 import inference_pb2, prefixes_pb2, prefixes_pb2_grpc
+from stemserve.service.calls.context_encoder import ContextEncoder
+from stemserve.service.calls.prefix_registry import ANYONE, PrefixRegistry, RegisteredPrefix
+from stemserve.service.calls.scoring import context_job
+from stemserve.service.calls.validation import check_characters, check_id, check_tokens
+from stemserve.service.calls.wire_tokens import TOKEN_BYTES
+from stemserve.service.engine import Engine
+from stemserve.service.errors import InvalidRequest
+from stemserve.service.limits import Limits
+from stemserve.service.request import Int32
+from stemserve.service.serving.call_status import Context, remaining_deadline
+
+DEFAULT_PAGE = 100
+LARGEST_PAGE = 1_000
+NO_SALT = b""
+
+
+class PrefixesServicer(prefixes_pb2_grpc.PrefixesServicer):
+    def __init__(
+        self,
+        registry: PrefixRegistry,
+        contexts: ContextEncoder,
+        engine: Engine,
+        limits: Limits,
+        *,
+        clock: Callable[[], float],
+    ) -> None:
+        self._registry = registry
+        self._contexts = contexts
+        self._engine = engine
+        self._limits = limits
+        self._clock = clock
+        self._numbers = count()
+
+    async def Register(
+        self, request: prefixes_pb2.RegisterRequest, context: Context
+    ) -> prefixes_pb2.RegisterResponse:
+        deadline = remaining_deadline(context)
+        _check_register(request, self._limits)
+        tokens = await self._tokens(request)
+        prefix = self._registry.register(
+            ANYONE,
+            request.prefix_id,
+            tokens,
+            parent_id=request.parent_prefix_id,
+            ttl_s=request.ttl_seconds,
+        )
+        if request.warm:
+            await self._warm(prefix, deadline)
+        return prefixes_pb2.RegisterResponse(prefix=await self._message(prefix))
+
+    async def Get(
+        self, request: prefixes_pb2.GetRequest, context: Context
+    ) -> prefixes_pb2.GetResponse:
+        prefix = self._registry.get(ANYONE, request.prefix_id)
+        return prefixes_pb2.GetResponse(prefix=await self._message(prefix))
+
+    async def List(
+        self, request: prefixes_pb2.ListRequest, context: Context
+    ) -> prefixes_pb2.ListResponse:
+        size = min(request.page_size or DEFAULT_PAGE, LARGEST_PAGE)
+        page = self._registry.page(ANYONE, after=request.page_token, count=size + 1)
+        messages = await asyncio.gather(*map(self._message, page[:size]))
+        more = len(page) > size
+        return prefixes_pb2.ListResponse(
+            prefixes=messages, next_page_token=page[size - 1].prefix_id if more else ""
+        )
+
+    async def Renew(
+        self, request: prefixes_pb2.RenewRequest, context: Context
+    ) -> prefixes_pb2.RenewResponse:
+        _check_ttl(request.ttl_seconds)
+        prefix = self._registry.renew(ANYONE, request.prefix_id, ttl_s=request.ttl_seconds)
+        return prefixes_pb2.RenewResponse(prefix=await self._message(prefix))
+
+    async def Release(
+        self, request: prefixes_pb2.ReleaseRequest, context: Context
+    ) -> prefixes_pb2.ReleaseResponse:
+        self._registry.release(ANYONE, request.prefix_id)
+        return prefixes_pb2.ReleaseResponse()
+
+    async def _tokens(self, request: prefixes_pb2.RegisterRequest) -> Int32:
+        """The content is what a context of this parent and content would be."""
+        content = inference_pb2.Context(prefix_id=request.parent_prefix_id)
+        if request.tokens:
+            content.tokens = request.tokens
+        else:
+            content.text = request.text
+        (tokens,) = await self._contexts.encode("content", [content], ANYONE)
+        context_tokens = self._engine.facts.context_tokens
+        if len(tokens) >= context_tokens:
+            raise InvalidRequest(
+                "content",
+                f"has {len(tokens)} tokens with its parents, which leaves no room in the model's "
+                f"{context_tokens}",
+            )
+        return tokens
+
+    async def _warm(self, prefix: RegisteredPrefix, deadline: float | None) -> None:
+        request_id = f"warm-{next(self._numbers)}:{prefix.prefix_id}"
+        try:
+            await self._engine.score(
+                context_job(prefix.tokens, request_id=request_id, deadline=deadline)
+            )
+        except BaseException:
+            self._registry.release(ANYONE, prefix.prefix_id)
+            raise
+
+    async def _message(self, prefix: RegisteredPrefix) -> prefixes_pb2.Prefix:
+        expires_s = time.time() + prefix.expires_s - self._clock()
+        return prefixes_pb2.Prefix(
+            prefix_id=prefix.prefix_id,
+            parent_prefix_id=prefix.parent_id,
+            token_count=len(prefix.tokens),
+            resident_tokens=await self._engine.resident_tokens(prefix.tokens, NO_SALT),
+            ttl_seconds=prefix.ttl_s,
+            expires_unix_seconds=expires_s if math.isfinite(expires_s) else 0.0,
+        )
+
+
+def _check_register(request: prefixes_pb2.RegisterRequest, limits: Limits) -> None:
+    check_id("prefix_id", request.prefix_id)
+    check_id("parent_prefix_id", request.parent_prefix_id)
+    _check_ttl(request.ttl_seconds)
+    if not request.text and not request.tokens:
+        raise InvalidRequest("content", "is empty; give text or tokens")
+    check_characters(len(request.text), limits)
+    check_tokens("tokens", len(request.tokens) // TOKEN_BYTES, limits)
+
+
+def _check_ttl(ttl_s: float) -> None:
+    if not math.isfinite(ttl_s) or ttl_s < 0:
+        raise InvalidRequest("ttl_seconds", f"{ttl_s} is not a number of seconds")

@@ -1,0 +1,120 @@
+"""Make the answer of a Score call of what the engine read."""
+
+import grpc
+import numpy as np
+from numpy.typing import NDArray
+
+from stemserve.proto.v1 import inference_pb2
+from stemserve.service.calls.packed_tokens import offsets, slice_indices
+from stemserve.service.calls.reading import Readout
+from stemserve.service.calls.score_call import Problem
+from stemserve.service.calls.scoring import ScorePlan
+from stemserve.service.errors import EngineFault
+from stemserve.service.request import Float32, Int32, JobUsage, ScoreResult
+
+NOT_FINITE = Problem(
+    code=grpc.StatusCode.INTERNAL, message="the model's outputs for this item are not finite"
+)
+
+
+def score_response(plan: ScorePlan, result: ScoreResult) -> inference_pb2.ScoreResponse:
+    """Everything but the timing."""
+    _check_sizes(plan, result)
+    request = plan.call.request
+    readout = plan.mode.read(result)
+    finite = _finite_rows(plan, result, readout)
+    order = _best(readout, finite, request.top_n) if request.top_n else _all(plan, finite)
+    response = inference_pb2.ScoreResponse(
+        request_id=request.request_id,
+        shape=(len(order), *readout.scores.shape[1:]),
+        scores=_spread(readout.scores, order).ravel().tolist(),
+        item_index=plan.rows.items[order].tolist() if request.top_n else (),
+        errors=_item_errors(plan, finite),
+        usage=usage_message(result.usage),
+        over_labels=request.label_probabilities.apply_softmax
+        or request.classification.apply_softmax,
+    )
+    if readout.label_mass is not None:
+        response.label_mass.extend(_spread(readout.label_mass, order).tolist())
+    if readout.is_greedy is not None:
+        greedy = np.zeros(len(order), dtype=np.bool_)
+        greedy[order >= 0] = readout.is_greedy[order[order >= 0]]
+        response.is_greedy.extend(greedy.tolist())
+    if readout.token_logprobs is not None and readout.token_indptr is not None:
+        _add_token_logprobs(response, readout.token_logprobs, readout.token_indptr, order)
+    return response
+
+
+def usage_message(usage: JobUsage) -> inference_pb2.Usage:
+    return inference_pb2.Usage(
+        prompt_tokens=usage.prompt_tokens,
+        cached_tokens=usage.cached_tokens,
+        shared_tokens=usage.shared_tokens,
+        computed_tokens=usage.computed_tokens,
+        output_tokens=usage.output_tokens,
+        kv_read_bytes=usage.kv_read_bytes,
+        kv_avoided_bytes=usage.kv_avoided_bytes,
+    )
+
+
+def _check_sizes(plan: ScorePlan, result: ScoreResult) -> None:
+    reads = plan.reads
+    if len(result.gather_logprobs) != len(reads.gather_ids):
+        found, wanted = len(result.gather_logprobs), len(reads.gather_ids)
+        raise EngineFault(f"the engine read {found} log-probabilities instead of {wanted}")
+    if len(result.gather_argmax) != len(reads.gather_unit):
+        found, wanted = len(result.gather_argmax), len(reads.gather_unit)
+        raise EngineFault(f"the engine read {found} rows instead of {wanted}")
+    if reads.classify and len(result.class_scores) != len(reads.units):
+        found, wanted = len(result.class_scores), len(reads.units)
+        raise EngineFault(f"the engine classified {found} items instead of {wanted}")
+
+
+def _finite_rows(plan: ScorePlan, result: ScoreResult, readout: Readout) -> NDArray[np.bool_]:
+    finite = np.asarray(np.isfinite(_columns(readout.scores)).all(axis=1))
+    finite[plan.reads.unit_row[result.failed_units]] = False
+    return finite
+
+
+def _best(readout: Readout, finite: NDArray[np.bool_], top_n: int) -> Int32:
+    """The best rows by their first column, best first; the earlier item first among equals."""
+    rows = np.flatnonzero(finite)
+    keys = -_columns(readout.scores)[rows, 0]
+    return rows[np.argsort(keys, kind="stable")][:top_n].astype(np.int32)
+
+
+def _columns(scores: Float32) -> Float32:  # [rows, columns]
+    return scores if scores.ndim == 2 else scores[:, None]
+
+
+def _all(plan: ScorePlan, finite: NDArray[np.bool_]) -> Int32:
+    """The row of each item, -1 for an item without a score."""
+    order = np.full(len(plan.call.items), -1, dtype=np.int32)
+    order[plan.rows.items[finite]] = np.flatnonzero(finite)
+    return order
+
+
+def _spread(values: Float32, order: Int32) -> Float32:
+    spread = np.full((len(order), *values.shape[1:]), np.nan, dtype=np.float32)
+    spread[order >= 0] = values[order[order >= 0]]
+    return spread
+
+
+def _add_token_logprobs(
+    response: inference_pb2.ScoreResponse, logprobs: Float32, indptr: Int32, order: Int32
+) -> None:
+    counts = np.zeros(len(order), dtype=np.int32)
+    scored = order[order >= 0]
+    counts[order >= 0] = np.diff(indptr)[scored]
+    indices = slice_indices(indptr[:-1][scored], np.diff(indptr)[scored])
+    response.token_logprobs.extend(logprobs[indices].tolist())
+    response.token_logprob_offsets.extend(offsets(counts).tolist())
+
+
+def _item_errors(plan: ScorePlan, finite: NDArray[np.bool_]) -> list[inference_pb2.ItemError]:
+    problems = dict(plan.call.problems)
+    problems |= dict.fromkeys(plan.rows.items[~finite].tolist(), NOT_FINITE)
+    return [
+        inference_pb2.ItemError(index=item, code=problem.code.value[0], message=problem.message)
+        for item, problem in sorted(problems.items())
+    ]

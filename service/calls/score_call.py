@@ -1,0 +1,60 @@
+"""A Score call in token ids: what scoring plans reads for."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import grpc
+import numpy as np
+
+from stemserve.proto.v1 import inference_pb2
+from stemserve.service.calls.packed_tokens import PackedTokens, join, repeat
+from stemserve.service.limits import Limits
+from stemserve.service.request import Int32
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Problem:
+    """Why one item has no score."""
+
+    code: grpc.StatusCode
+    message: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class ScoreCall:
+    request: inference_pb2.ScoreRequest
+    limits: Limits
+    contexts: tuple[Int32, ...]
+    items: PackedTokens
+    item_context: Int32  # [items]
+    query: Int32  # read after each item; empty unless item_first
+    labels: tuple[tuple[int, ...], ...]  # distinct; empty unless the mode is label_probabilities
+    problems: Mapping[int, Problem]  # by item
+    classes: int = 0  # of the classification head
+
+    @property
+    def scored_items(self) -> Int32:
+        kept = np.ones(len(self.items), dtype=np.bool_)
+        kept[list(self.problems)] = False
+        return np.flatnonzero(kept).astype(np.int32)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class ScoredRows:
+    """The items without a problem, each as the sequence that the model reads after its context."""
+
+    items: Int32  # [rows] item of each row
+    context: Int32  # [rows]
+    item_lengths: Int32  # [rows]
+    sequences: PackedTokens  # item, then the query where the item comes first
+
+
+def scored_rows(call: ScoreCall) -> ScoredRows:
+    rows = call.scored_items
+    items = call.items if len(rows) == len(call.items) else call.items.take(rows)
+    return ScoredRows(
+        items=rows,
+        context=call.item_context[rows],
+        item_lengths=items.lengths,
+        sequences=join(items, repeat(call.query, len(rows))),
+    )

@@ -1,0 +1,77 @@
+"""Run one Score call: tokenise, plan, compute, answer."""
+
+import asyncio
+import time
+from itertools import count
+
+from stemserve.proto.v1 import inference_pb2
+from stemserve.service.calls.score_answer import score_response
+from stemserve.service.calls.score_encoder import ScoreEncoder
+from stemserve.service.calls.scoring import ScorePlan, nothing_read, plan_score, score_job
+from stemserve.service.engine import Engine
+from stemserve.service.metrics import Metrics
+from stemserve.service.request import JobTiming, ScoreJob, ScoreResult
+
+CLOCK_TOLERANCE_S = 0.01  # gRPC ends a call by its own clock
+
+
+class ScoreRunner:
+    def __init__(self, encoder: ScoreEncoder, engine: Engine, metrics: Metrics) -> None:
+        self._encoder = encoder
+        self._engine = engine
+        self._metrics = metrics
+        self._numbers = count()
+
+    async def run(
+        self, request: inference_pb2.ScoreRequest, *, owner: str, deadline: float | None
+    ) -> inference_pb2.ScoreResponse:
+        """Raises RequestError."""
+        started, phase = time.monotonic(), "queued"
+        try:
+            plan = plan_score(await self._encoder.encode(request, owner))
+            tokenized, phase = time.monotonic(), "prefill"
+            result = await self._compute(plan, deadline)
+        except asyncio.CancelledError:
+            self._metrics.cancelled(phase, by_deadline=passed(deadline))
+            raise
+        response = score_response(plan, result)
+        self._count(plan, result)
+        response.timing.CopyFrom(
+            timing_message(result.timing, started=started, tokenized=tokenized)
+        )
+        return response
+
+    async def job(self, request: inference_pb2.ScoreRequest, *, owner: str) -> ScoreJob:
+        """What `run` would compute."""
+        plan = plan_score(await self._encoder.encode(request, owner))
+        return self._job(plan, deadline=None)
+
+    async def _compute(self, plan: ScorePlan, deadline: float | None) -> ScoreResult:
+        if not len(plan.rows.items):
+            return nothing_read(plan.call)
+        return await self._engine.score(self._job(plan, deadline))
+
+    def _job(self, plan: ScorePlan, deadline: float | None) -> ScoreJob:
+        # The client's id need not be unique.
+        request_id = f"score-{next(self._numbers)}:{plan.call.request.request_id}"
+        return score_job(plan, request_id=request_id, deadline=deadline)
+
+    def _count(self, plan: ScorePlan, result: ScoreResult) -> None:
+        request, items = plan.call.request, len(plan.rows.items)
+        self._metrics.queued("score", request.priority, result.timing)
+        self._metrics.scored(request.WhichOneof("mode") or "", items, result.timing)
+        context_tokens = sum(map(len, plan.call.contexts))
+        self._metrics.used(result.usage, looked_up_tokens=context_tokens)
+
+
+def passed(deadline: float | None) -> bool:
+    return deadline is not None and time.monotonic() + CLOCK_TOLERANCE_S >= deadline
+
+
+def timing_message(timing: JobTiming, *, started: float, tokenized: float) -> inference_pb2.Timing:
+    return inference_pb2.Timing(
+        total_seconds=time.monotonic() - started,
+        tokenize_seconds=tokenized - started,
+        queue_seconds=timing.queue_s,
+        engine_seconds=timing.engine_s,
+    )

@@ -1,0 +1,101 @@
+"""Make the servicers and add them to a server."""
+
+import secrets
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, cast
+
+import grpc
+
+import stemserve
+from stemserve.proto.v1 import (
+    inference_pb2,
+    inference_pb2_grpc,
+    info_pb2,
+    info_pb2_grpc,
+    prefixes_pb2,
+    prefixes_pb2_grpc,
+)
+from stemserve.service.calls.context_encoder import ContextEncoder
+from stemserve.service.calls.generate_runner import GenerateRunner
+from stemserve.service.calls.generation import GenerateEncoder
+from stemserve.service.calls.inference_servicer import InferenceServicer
+from stemserve.service.calls.info_servicer import InfoServicer
+from stemserve.service.calls.prefix_registry import PrefixRegistry, RegistryBounds
+from stemserve.service.calls.prefixes_servicer import PrefixesServicer
+from stemserve.service.calls.score_encoder import ScoreEncoder
+from stemserve.service.calls.score_runner import ScoreRunner
+from stemserve.service.engine import Engine
+from stemserve.service.limits import Limits
+from stemserve.service.metrics import Metrics
+from stemserve.service.text.tokenizer import Tokenizer, TokenizerPool
+from stemserve.service.text.tokenizer_files import load_tokenizer, no_tokenizer
+
+SERVICES = tuple(
+    file.services_by_name[name].full_name
+    for file, name in (
+        (inference_pb2.DESCRIPTOR, "Inference"),
+        (prefixes_pb2.DESCRIPTOR, "Prefixes"),
+        (info_pb2.DESCRIPTOR, "Info"),
+    )
+)
+
+
+def model_tokenizer(model: Path, *, dummy: bool) -> Tokenizer:
+    """Raises OSError or ValueError. A dummy model may have none: requests then send token ids."""
+    folder = model.parent if model.name == "config.json" else model
+    if dummy and not (folder / "tokenizer.json").is_file() and folder.is_dir():
+        return no_tokenizer(folder)
+    return load_tokenizer(folder)
+
+
+class Services:
+    """The public services over one engine, which knows its worker's facts by now."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        *,
+        tokenizer: Tokenizer,
+        executor: ThreadPoolExecutor,
+        limits: Limits,
+        metrics: Metrics,
+    ) -> None:
+        facts = engine.facts
+        registry = PrefixRegistry(RegistryBounds(), clock=time.monotonic)
+        pool = TokenizerPool(tokenizer, executor)
+        contexts = ContextEncoder(pool, registry, vocab_size=facts.vocab_size)
+        score = ScoreRunner(ScoreEncoder(contexts, pool, limits, facts), engine, metrics)
+        generate = GenerateRunner(
+            GenerateEncoder(contexts, tokenizer.eos_ids, limits, facts),
+            tokenizer,
+            engine,
+            metrics,
+            entropy=lambda: secrets.randbits(64),
+        )
+        self._inference = InferenceServicer(
+            score, generate, metrics, max_stream_calls=limits.max_stream_calls
+        )
+        self._prefixes = PrefixesServicer(registry, contexts, engine, limits, clock=time.monotonic)
+        self._info = InfoServicer(
+            engine, registry, score, generate, limits, version=stemserve.__version__
+        )
+
+    def add_to(self, server: grpc.aio.Server) -> None:
+        """The server may run already."""
+        running = cast(grpc.aio.Server, _RunningServer(server))
+        inference_pb2_grpc.add_InferenceServicer_to_server(self._inference, running)
+        prefixes_pb2_grpc.add_PrefixesServicer_to_server(self._prefixes, running)
+        info_pb2_grpc.add_InfoServicer_to_server(self._info, running)
+
+
+class _RunningServer:
+    """As the generated code sees a server. Methods are registered by name before a server starts
+    only; generic handlers serve the same methods and may come at any time."""
+
+    def __init__(self, server: grpc.aio.Server) -> None:
+        self.add_generic_rpc_handlers = server.add_generic_rpc_handlers
+
+    def add_registered_method_handlers(self, service: str, handlers: Any) -> None:
+        pass

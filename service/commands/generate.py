@@ -1,0 +1,132 @@
+"""The command that generates text."""
+
+import json
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from stemserve.proto.v1 import inference_pb2, inference_pb2_grpc
+from stemserve.service.commands.call import (
+    SERVER,
+    TIMEOUT_S,
+    AsJson,
+    Channel,
+    Server,
+    Timeout,
+    call,
+)
+from stemserve.service.commands.joined_samples import JoinedSamples
+from stemserve.service.commands.options import (
+    Kernel,
+    MaxNewTokens,
+    Priority,
+    Prompt,
+    Samples,
+    kernel_value,
+)
+from stemserve.service.commands.plain_json import as_json
+from stemserve.service.commands.usage import usage_line
+
+PrefixId = Annotated[str, typer.Option(metavar="ID", help="A registered prefix before the prompt.")]
+Temperature = Annotated[
+    float | None, typer.Option(metavar="X", help="0: the likeliest token; without: 1.")
+]
+TopK = Annotated[int, typer.Option(metavar="N", help="Draw from the N likeliest tokens; 0: off.")]
+TopP = Annotated[
+    float | None, typer.Option(metavar="X", help="Draw from the likeliest tokens of mass X.")
+]
+MinP = Annotated[
+    float, typer.Option(metavar="X", help="Drop tokens below X times the likeliest; 0: off.")
+]
+Seed = Annotated[int | None, typer.Option(metavar="N", help="Same seed, same text; else random.")]
+MinNewTokens = Annotated[int, typer.Option(metavar="N", help="Tokens to generate at least.")]
+Stop = Annotated[
+    list[str] | None, typer.Option(metavar="TEXT", help="End before this text; also often.")
+]
+IgnoreEos = Annotated[
+    bool, typer.Option("--ignore-eos", help="Go on after the end-of-sequence token.")
+]
+Logprobs = Annotated[
+    bool, typer.Option("--logprobs", help="Also the log-probability of each token.")
+]
+TopLogprobs = Annotated[
+    int, typer.Option(metavar="N", help="Also the N likeliest tokens at each position.")
+]
+
+
+def generate(
+    prompt: Prompt = "",
+    prefix_id: PrefixId = "",
+    max_new_tokens: MaxNewTokens = 128,
+    n: Samples = 1,
+    temperature: Temperature = None,
+    top_k: TopK = 0,
+    top_p: TopP = None,
+    min_p: MinP = 0.0,
+    seed: Seed = None,
+    min_new_tokens: MinNewTokens = 0,
+    stop: Stop = None,
+    ignore_eos: IgnoreEos = False,
+    logprobs: Logprobs = False,
+    top_logprobs: TopLogprobs = 0,
+    priority: Priority = 0,
+    kernel: Kernel = None,
+    server: Server = SERVER,
+    timeout: Timeout = TIMEOUT_S,
+    as_json: AsJson = False,
+) -> None:
+    """Continue a prompt, once or with several samples that share it.
+
+    The text is printed as it comes; several samples are printed one after the other, each when it
+    is done.
+
+    \b
+    Examples:
+      stemserve generate --prompt "Once upon a time" --max-new-tokens 40
+      stemserve generate --prompt "The capital of France is" --temperature 0 --json
+    """
+    request = inference_pb2.GenerateRequest(
+        prompt=inference_pb2.Context(prefix_id=prefix_id, text=prompt),
+        sampling=inference_pb2.SamplingParams(
+            temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, seed=seed
+        ),
+        n=n,
+        max_new_tokens=max_new_tokens,
+        min_new_tokens=min_new_tokens,
+        stop=stop or (),
+        ignore_eos=ignore_eos,
+        logprobs=logprobs,
+        top_logprobs=top_logprobs,
+        priority=priority,
+        kernel=kernel_value(kernel),
+    )
+    call(server, lambda channel: _generate(channel, request, timeout, as_json))
+
+
+async def _generate(
+    channel: Channel, request: inference_pb2.GenerateRequest, timeout_s: float, json_wanted: bool
+) -> None:
+    stub = inference_pb2_grpc.InferenceStub(channel)
+    samples = JoinedSamples(request.n)
+    async for message in stub.Generate(request, timeout=timeout_s):
+        samples.add(message)
+        if not json_wanted:
+            _print_news(message, samples)
+    joined = samples.message()
+    if json_wanted:
+        print(json.dumps(as_json(joined), ensure_ascii=False))
+    else:
+        line = usage_line(joined.usage, joined.timing)
+        Console().print(line, style="dim", markup=False, soft_wrap=True)
+
+
+def _print_news(message: inference_pb2.GenerateResponse, samples: JoinedSamples) -> None:
+    """One sample is printed as it grows, several when each is whole."""
+    for row, sample in enumerate(message.sample_index):
+        if samples.count == 1:
+            print(message.text[row], end="", flush=True)
+        elif message.finish_reason[row]:
+            print(f"--- sample {sample}\n{samples.text(sample)}", flush=True)
+    if samples.count == 1 and message.HasField("usage"):
+        print()

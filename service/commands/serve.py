@@ -1,0 +1,191 @@
+"""The commands that start processes: serve and worker."""
+
+import logging
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from stemserve.service.calls.services import model_tokenizer
+from stemserve.service.commands.failure import fail
+from stemserve.service.config import (
+    DEVICES,
+    DTYPES,
+    KERNELS,
+    LOAD_FORMATS,
+    LOG_LEVELS,
+    ServerConfig,
+    ServiceConfig,
+    WorkerConfig,
+    default_model_cache,
+)
+from stemserve.service.default_model import DEFAULT_MODEL, ModelNotFound, resolve
+from stemserve.service.limits import Limits
+from stemserve.service.main import Ready, run
+from stemserve.service.serving.server import PortInUse
+from stemserve.service.workers.worker_client import WorkerUnreachable
+
+_UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
+_DEFAULTS = Limits()
+
+
+def _choices(names: Sequence[str], text: str = "") -> str:
+    return f"{text}One of {', '.join(names)}."
+
+
+def _parse_bytes(text: str) -> int:
+    number, unit = text.strip().upper().removesuffix("IB").removesuffix("B"), ""
+    if number and number[-1] in _UNITS:
+        number, unit = number[:-1], number[-1]
+    try:
+        return int(float(number) * _UNITS[unit])
+    except ValueError as error:
+        raise typer.BadParameter(f"{text!r} is not a size such as 512M or 2G") from error
+
+
+def _server(help: str, **more: Any) -> Any:
+    return typer.Option(help=help, rich_help_panel="Server", **more)
+
+
+def _worker(help: str, **more: Any) -> Any:
+    return typer.Option(help=help, rich_help_panel="Worker process", **more)
+
+
+def _limit(help: str) -> Any:
+    return typer.Option(help=help, rich_help_panel="Limits")
+
+
+def serve(
+    model: Annotated[
+        str,
+        typer.Option(help=f"{DEFAULT_MODEL}, a .gguf file, or a Hugging Face folder."),
+    ] = DEFAULT_MODEL,
+    model_cache: Annotated[
+        Path | None,
+        typer.Option(help="Folder of the default model.", show_default="~/.cache/stemserve"),
+    ] = None,
+    host: Annotated[str, _server("Address to listen on; 0.0.0.0 for all.")] = "127.0.0.1",
+    port: Annotated[int, _server("gRPC: all services, health and reflection.")] = 50051,
+    health_port: Annotated[int, _server("gRPC health only, plaintext, for probes.")] = 50052,
+    metrics_port: Annotated[int, _server("Prometheus metrics, over HTTP.")] = 9400,
+    drain_seconds: Annotated[
+        float, _server("After SIGTERM, how long running calls may take to finish.")
+    ] = 20.0,
+    log_level: Annotated[str, _server(_choices(LOG_LEVELS))] = "info",
+    worker: Annotated[
+        str | None,
+        _worker("Use a worker that runs already, and start none.", metavar="HOST:PORT|unix:/PATH"),
+    ] = None,
+    load_format: Annotated[
+        str, _worker(_choices(LOAD_FORMATS, "dummy: random weights for a config.json. "))
+    ] = "auto",
+    dtype: Annotated[str, _worker(_choices(DTYPES))] = "auto",
+    device: Annotated[str, _worker(_choices(DEVICES))] = "auto",
+    kv_pages: Annotated[int | None, _worker("Pages of the KV cache.")] = None,
+    kv_memory: Annotated[
+        int | None,
+        _worker("Size of the KV cache instead.", parser=_parse_bytes, metavar="512M|2G"),
+    ] = None,
+    page_size: Annotated[int | None, _worker("Tokens of a KV page.", show_default="16")] = None,
+    threads: Annotated[int | None, _worker("CPU threads of the model.")] = None,
+    kernel: Annotated[
+        str | None, _worker(_choices(KERNELS, "Force an attention strategy, for debugging. "))
+    ] = None,
+    max_step_tokens: Annotated[
+        int, _limit("Rows of one step; longer prompts take several.")
+    ] = _DEFAULTS.max_step_tokens,
+    max_queued_requests: Annotated[
+        int, _limit("Requests that wait; more are refused with RESOURCE_EXHAUSTED.")
+    ] = _DEFAULTS.max_queued_requests,
+    max_queued_tokens: Annotated[
+        int, _limit("Tokens that wait to be computed; more are refused.")
+    ] = _DEFAULTS.max_queued_tokens,
+) -> None:
+    """Start the server: a gRPC front end, and a worker process that runs the model.
+
+    It prints one line when it is ready. SIGTERM or Ctrl-C lets the running calls finish; a second
+    one ends it at once.
+
+    \b
+    Examples:
+      stemserve serve
+      stemserve serve --model ./Qwen3-0.6B --host 0.0.0.0 --kv-memory 2G
+    """
+    try:
+        config = ServiceConfig(
+            model=model,
+            model_cache=model_cache or default_model_cache(),
+            server=ServerConfig(
+                host=host,
+                port=port,
+                health_port=health_port,
+                metrics_port=metrics_port,
+                drain_s=drain_seconds,
+            ),
+            worker=WorkerConfig(
+                address=worker,
+                load_format=load_format,
+                dtype=dtype,
+                device=device,
+                kv_pages=kv_pages,
+                kv_memory_bytes=kv_memory,
+                page_size=page_size,
+                threads=threads,
+                kernel=kernel,
+            ),
+            limits=Limits(
+                max_step_tokens=max_step_tokens,
+                max_queued_requests=max_queued_requests,
+                max_queued_tokens=max_queued_tokens,
+            ),
+            log_level=log_level,
+        )
+    except ValueError as error:
+        fail(str(error))
+    _serve(config)
+
+
+def _serve(config: ServiceConfig) -> None:
+    logging.basicConfig(
+        level=config.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s"
+    )
+    try:
+        model = resolve(config.model, cache_dir=config.model_cache, progress=_progress)
+        tokenizer = model_tokenizer(model, dummy=config.worker.load_format == "dummy")
+    except ModelNotFound as error:
+        fail(str(error))
+    except (OSError, ValueError) as error:
+        fail(f"model {config.model!r} has no usable tokenizer: {error}")
+    try:
+        run(config, model, tokenizer, announce=lambda ready: print(_ready_line(ready), flush=True))
+    except (PortInUse, WorkerUnreachable) as error:
+        fail(str(error))
+
+
+def _progress(line: str) -> None:
+    print(f"stemserve: {line}", file=sys.stderr, flush=True)
+
+
+def _ready_line(ready: Ready) -> str:
+    facts, ports = ready.facts, ready.ports
+    return (
+        f"stemserve is ready: {facts.model} ({facts.dtype}) on {facts.device}, "
+        f"gRPC {ports.host}:{ports.port}, health {ports.health_port}, "
+        f"metrics {ready.metrics_port}"
+    )
+
+
+def worker(context: typer.Context) -> None:
+    """Run a worker alone, for a server elsewhere: stemserve serve --worker HOST:PORT.
+
+    All options go to the worker process; stemserve worker --help lists them.
+
+    \b
+    Example:
+      stemserve worker --listen 127.0.0.1:50061 --model ./Qwen3-0.6B
+    """
+    command = [sys.executable, "-m", "stemserve.worker", *context.args]
+    os.execv(sys.executable, command)

@@ -1,0 +1,137 @@
+"""Answer every call with a proper status, count it, and close what it opened."""
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import aclosing
+from typing import Any
+
+import grpc
+
+from stemserve.service.calls.status import DETAILS_KEY, status_code, status_message, unexpected
+from stemserve.service.errors import DeadlinePassed, RequestError
+from stemserve.service.metrics import Metrics
+
+OUR_SERVICES = "/stemserve."
+METHOD_LABELS = {
+    "Score": "score",
+    "ScoreStream": "score_stream",
+    "Generate": "generate",
+    "Register": "register",
+    "Get": "get",
+    "List": "list",
+    "Renew": "renew",
+    "Release": "release",
+    "GetModel": "get_model",
+    "GetLimits": "get_limits",
+    "GetLoad": "get_load",
+    "Explain": "explain",
+}
+
+Context = grpc.aio.ServicerContext[Any, Any]
+Handler = Any  # a grpc.RpcMethodHandler, which cannot be subscripted at run time
+Call = Callable[[Any, Context], Awaitable[Any]]
+Stream = Callable[[Any, Context], AsyncIterator[Any]]
+
+logger = logging.getLogger(__name__)
+
+
+class CallStatus(grpc.aio.ServerInterceptor):
+    """Goes before all other interceptors: it writes the messages of a stream itself, so that the
+    handler is closed at once when the client leaves."""
+
+    def __init__(self, metrics: Metrics) -> None:
+        self._metrics = metrics
+
+    async def intercept_service(
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Handler | None]],
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> Handler | None:
+        handler = await continuation(handler_call_details)
+        method = handler_call_details.method
+        if handler is None or not method.startswith(OUR_SERVICES):
+            return handler
+        label = METHOD_LABELS.get(method.rpartition("/")[2])
+        return handler if label is None else self._answering(handler, label)
+
+    def _answering(self, handler: Handler, label: str) -> Handler:
+        # The stubs describe synchronous handlers only; ours are all asynchronous.
+        unary: Any = handler.unary_unary
+        stream: Any = handler.unary_stream
+        both: Any = handler.stream_stream
+
+        async def answer(request: Any, context: Context) -> Any:
+            return await self._counted(label, context, unary(request, context))
+
+        async def write(request: Any, context: Context) -> None:
+            answers = (stream or both)(request, context)
+            await self._counted(label, context, _write_all(answers, context))
+
+        codec: Any = (handler.request_deserializer, handler.response_serializer)
+        if handler.request_streaming:
+            return grpc.stream_stream_rpc_method_handler(_as_handler(write), *codec)
+        if handler.response_streaming:
+            return grpc.unary_stream_rpc_method_handler(_as_handler(write), *codec)
+        return grpc.unary_unary_rpc_method_handler(_as_handler(answer), *codec)
+
+    async def _counted(self, label: str, context: Context, call: Awaitable[Any]) -> Any:
+        started = time.monotonic()
+        code = "OK"
+        try:
+            return await call
+        except RequestError as error:
+            code = status_code(error).name
+            self._metrics.rejected(error)
+            await _abort(context, error)
+        except asyncio.CancelledError:
+            code = "DEADLINE_EXCEEDED" if deadline_passed(context) else "CANCELLED"
+            raise
+        except grpc.aio.AbortError:
+            code = context.code().name
+            raise
+        except Exception as error:
+            logger.exception("%s failed", label)
+            fault = unexpected(error)
+            code = status_code(fault).name
+            await _abort(context, fault)
+        finally:
+            self._metrics.finished(label, code, time.monotonic() - started)
+
+
+def remaining_deadline(context: Context) -> float | None:
+    """On the monotonic clock."""
+    remaining = _time_remaining(context)
+    if remaining is None:
+        return None
+    if remaining <= 0:
+        raise DeadlinePassed("the deadline passed before the call was read")
+    return time.monotonic() + remaining
+
+
+def deadline_passed(context: Context) -> bool:
+    remaining = _time_remaining(context)
+    return remaining is not None and remaining <= 0
+
+
+def _time_remaining(context: Context) -> float | None:
+    remaining: Any = context.time_remaining()  # the stubs leave None out
+    return None if remaining is None else float(remaining)
+
+
+def _as_handler(function: Callable[[Any, Context], Awaitable[Any]]) -> Any:
+    return function
+
+
+async def _write_all(answers: Any, context: Context) -> None:
+    async with aclosing(answers) as messages:
+        async for message in messages:
+            await context.write(message)
+
+
+async def _abort(context: Context, error: RequestError) -> None:
+    status = status_message(error)
+    await context.abort(
+        status_code(error), str(error), ((DETAILS_KEY, status.SerializeToString()),)
+    )

@@ -1,0 +1,41 @@
+"""The text of one sample as its tokens come: whole characters, ended before a stop string."""
+
+from collections.abc import Sequence
+
+from stemserve.proto.v1 import inference_pb2
+from stemserve.service.request import SampleToken, StopCause
+from stemserve.service.text.detokenizer import Detokenizer
+from stemserve.service.text.stop_strings import StopMatcher
+
+
+class SampleText:
+    """A stop string counts from the sample's token number `min_new_tokens` on; the token of a stop
+    id has no text."""
+
+    def __init__(
+        self, token_bytes: Sequence[bytes], stops: Sequence[str], *, min_new_tokens: int
+    ) -> None:
+        self._detokenizer = Detokenizer(token_bytes)
+        self._matcher = StopMatcher(stops)
+        self._min_new_tokens = min_new_tokens
+        self._tokens = 0
+        self.finish: inference_pb2.FinishReason.ValueType = inference_pb2.FINISH_REASON_UNSPECIFIED
+
+    @property
+    def stopped_by_text(self) -> bool:
+        return self._matcher.matched
+
+    def feed(self, token: SampleToken) -> str:
+        """The new text; sets `finish` on the sample's last token."""
+        self._tokens += 1
+        by_id = token.finish == StopCause.STOP_ID
+        text = "" if by_id else self._detokenizer.feed(token.token_id)
+        if token.finish is not None:
+            text += self._detokenizer.flush()
+        if self._tokens >= self._min_new_tokens:
+            text = self._matcher.feed(text)
+        if self._matcher.matched or by_id:
+            self.finish = inference_pb2.FINISH_REASON_STOP
+        elif token.finish is not None:
+            self.finish = inference_pb2.FINISH_REASON_LENGTH
+        return text + self._matcher.flush() if self.finish else text

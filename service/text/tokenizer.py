@@ -1,0 +1,102 @@
+"""Text to token ids and back."""
+
+import asyncio
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import chain
+
+import numpy as np
+import tokenizers
+
+from stemserve.service.calls.packed_tokens import PackedTokens, offsets
+from stemserve.service.errors import InvalidRequest
+from stemserve.service.request import Int32
+
+
+@dataclass(frozen=True, kw_only=True)
+class Encoders:
+    """The same tokenizer for the front of a sequence and for what continues it.
+
+    They differ where a tokenizer puts a space before a text: only the front gets one.
+    """
+
+    front: tokenizers.Tokenizer
+    continuation: tokenizers.Tokenizer
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tokenizer:
+    """The parts of a sequence are tokenised one by one and their ids joined.
+
+    So inline text, a registered prefix and token ids agree. Where the tokenizer adds a BOS, there
+    is one, at the front of a sequence that begins with text; it is dropped from all other text.
+    """
+
+    encoders: Encoders | None  # None: this model came without a tokenizer
+    token_bytes: tuple[bytes, ...]  # by token id
+    bos_id: int | None = None  # None: the tokenizer adds none
+    eos_ids: frozenset[int] = frozenset()
+    chat_template: str | None = None
+
+    @property
+    def vocab_size(self) -> int:
+        return len(self.token_bytes)
+
+    @cached_property
+    def _bos(self) -> Int32:
+        return np.array([] if self.bos_id is None else [self.bos_id], dtype=np.int32)
+
+    def encode_front(self, texts: Sequence[str]) -> tuple[Int32, ...]:
+        packed = self._encode(self._encoders.front, texts)
+        return tuple(np.concatenate((self._bos, packed[i])) for i in range(len(texts)))
+
+    def encode_continuations(self, texts: Sequence[str]) -> PackedTokens:
+        return self._encode(self._encoders.continuation, texts)
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """The text of generated tokens: without special tokens, U+FFFD for what is no character."""
+        table = self.token_bytes
+        parts = [table[token_id] for token_id in token_ids if token_id < len(table)]
+        return b"".join(parts).decode(errors="replace")
+
+    @property
+    def _encoders(self) -> Encoders:
+        if self.encoders is None:
+            raise InvalidRequest("text", "this model has no tokenizer; send token ids")
+        return self.encoders
+
+    def _encode(self, encoder: tokenizers.Tokenizer, texts: Sequence[str]) -> PackedTokens:
+        encodings = encoder.encode_batch_fast(list(texts), add_special_tokens=False)
+        ids = [encoding.ids for encoding in encodings]
+        if self.bos_id is not None:
+            ids = [[token for token in part if token != self.bos_id] for part in ids]
+        lengths = np.fromiter(map(len, ids), dtype=np.int32, count=len(ids))
+        indptr = offsets(lengths)
+        tokens = np.fromiter(chain.from_iterable(ids), dtype=np.int32, count=int(indptr[-1]))
+        return PackedTokens(tokens=tokens, indptr=indptr)
+
+
+class TokenizerPool:
+    """Encodes in a few threads, so that the event loop never waits for a long text."""
+
+    def __init__(self, tokenizer: Tokenizer, executor: ThreadPoolExecutor) -> None:
+        self.tokenizer = tokenizer
+        self._executor = executor
+
+    async def encode_front(self, texts: Sequence[str]) -> tuple[Int32, ...]:
+        if not texts:
+            return ()
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(self._executor, self.tokenizer.encode_front, texts)
+
+    async def encode_continuations(self, texts: Sequence[str]) -> PackedTokens:
+        if not any(texts):
+            count = len(texts) + 1
+            return PackedTokens(
+                tokens=np.zeros(0, dtype=np.int32), indptr=np.zeros(count, dtype=np.int32)
+            )
+        loop = asyncio.get_running_loop()
+        encode = self.tokenizer.encode_continuations
+        return await loop.run_in_executor(self._executor, encode, texts)

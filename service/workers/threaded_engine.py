@@ -1,0 +1,166 @@
+"""Give the servicers awaitable calls on the engine that lives in the step loop's thread."""
+
+import asyncio
+from collections.abc import AsyncGenerator, Callable, Generator
+from concurrent.futures import Future
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+from stemserve.proto.v1 import worker_pb2
+from stemserve.service.errors import EngineFault, NotReady
+from stemserve.service.request import (
+    Event,
+    GenerateChunk,
+    GenerateJob,
+    Int32,
+    Job,
+    JobFailed,
+    Load,
+    ScoreJob,
+    ScoreResult,
+    WorkerFacts,
+)
+from stemserve.service.workers.step_commands import (
+    Ask,
+    Cancel,
+    Inbox,
+    StepBatcher,
+    StopSample,
+    Submit,
+)
+from stemserve.service.workers.token_stream import TokenStream
+
+PREDICT_TIMEOUT_S = 30.0
+LOADING = "the model is loading; retry in a moment"
+DRAINING = "the server is shutting down; retry on another one"
+
+Predict = Callable[[worker_pb2.StepPlan], worker_pb2.PredictResponse]
+Prediction = tuple[worker_pb2.StepPlan, worker_pb2.PredictResponse, Int32]
+T = TypeVar("T")
+
+
+class ThreadedEngine:
+    """Implements stemserve.service.engine.Engine. Made on the RPC loop, whose thread owns it.
+
+    Only `deliver` is for the step loop's thread.
+    """
+
+    def __init__(self, inbox: Inbox) -> None:
+        self._inbox = inbox
+        self._loop = asyncio.get_running_loop()
+        self._scores: dict[str, asyncio.Future[ScoreResult]] = {}
+        self._streams: dict[str, TokenStream] = {}
+        self._facts: WorkerFacts | None = None
+        self._predict: Predict | None = None
+        self._refusal: str | None = LOADING
+        self._draining = False
+
+    @property
+    def facts(self) -> WorkerFacts:
+        if self._facts is None:
+            raise NotReady(LOADING)
+        return self._facts
+
+    @property
+    def running_jobs(self) -> int:
+        return len(self._scores) + len(self._streams)
+
+    def admit(self, facts: WorkerFacts, predict: Predict) -> None:
+        """A worker is attached: jobs are taken from now on."""
+        self._facts = facts
+        self._predict = predict
+        self._refusal = None
+
+    def suspend(self, reason: str) -> None:
+        """Refuse new jobs with NotReady until `admit`."""
+        self._refusal = reason
+
+    def drain(self) -> None:
+        """Refuse new jobs for good; those that run go on."""
+        self._draining = True
+
+    async def score(self, job: ScoreJob) -> ScoreResult:
+        future: asyncio.Future[ScoreResult] = self._loop.create_future()
+        with self._registered(job, self._scores, future):
+            self._inbox.put(Submit(job=job))
+            return await future
+
+    async def generate(self, job: GenerateJob) -> AsyncGenerator[GenerateChunk, None]:
+        stream = TokenStream()
+        with self._registered(job, self._streams, stream):
+            self._inbox.put(Submit(job=job))
+            while True:
+                chunk = await stream.take()
+                yield chunk
+                if chunk.usage is not None:
+                    return
+
+    def stop_sample(self, request_id: str, sample: int) -> None:
+        self._inbox.put(StopSample(request_id=request_id, sample=sample))
+
+    async def explain(self, job: Job) -> list[Prediction]:
+        planned = await self._ask(lambda batcher: batcher.explain(job))
+        predict = self._predict
+        if predict is None:
+            raise NotReady("no worker is ready; retry in a moment")
+        predictions: list[Prediction] = []
+        for plan, cached in planned:
+            # The stub is synchronous and must not hold up the loop.
+            answer = await asyncio.to_thread(predict, plan)
+            predictions.append((plan, answer, cached))
+        return predictions
+
+    async def load(self) -> Load:
+        return await self._ask(lambda batcher: batcher.load())
+
+    async def resident_tokens(self, tokens: Int32, salt: bytes) -> int:
+        return await self._ask(lambda batcher: batcher.resident_tokens(tokens, salt))
+
+    def deliver(self, events: list[Event]) -> None:
+        """Called by the step loop's thread: one wake-up of the RPC loop for all news of a step."""
+        self._loop.call_soon_threadsafe(self._dispatch, events)
+
+    async def _ask(self, question: Callable[[StepBatcher], T]) -> T:
+        reply: Future[Any] = Future()
+        self._inbox.put(Ask(question=question, reply=reply))
+        answer: T = await asyncio.wrap_future(reply)
+        return answer
+
+    @contextmanager
+    def _registered(self, job: Job, calls: dict[str, T], call: T) -> Generator[None]:
+        """Events of the job reach `call` inside; leaving by an exception ends the job."""
+        if self._draining:
+            raise NotReady(DRAINING)
+        if self._refusal is not None:
+            raise NotReady(self._refusal)
+        if job.request_id in self._scores or job.request_id in self._streams:
+            raise EngineFault(f"two jobs are called {job.request_id!r}")
+        calls[job.request_id] = call
+        try:
+            yield
+        except BaseException:
+            # The job's own failure too: the step loop ignores ids that it does not run.
+            self._inbox.put(Cancel(request_id=job.request_id))
+            raise
+        finally:
+            del calls[job.request_id]
+
+    def _dispatch(self, events: list[Event]) -> None:
+        for event in events:
+            match event:
+                case ScoreResult(request_id=request_id):
+                    future = self._scores.get(request_id)
+                    if future is not None and not future.done():
+                        future.set_result(event)
+                case GenerateChunk(request_id=request_id):
+                    if (stream := self._streams.get(request_id)) is not None:
+                        stream.put(event)
+                case JobFailed():
+                    self._fail(event)
+
+    def _fail(self, event: JobFailed) -> None:
+        future = self._scores.get(event.request_id)
+        if future is not None and not future.done():
+            future.set_exception(event.error)
+        if (stream := self._streams.get(event.request_id)) is not None:
+            stream.fail(event.error)

@@ -25,7 +25,7 @@ class RowRuns:
     """Runs of pages that consecutive rows see alike; rows are in depth-first order."""
 
     rows: Int32  # [rows] the layout's row at each place
-    segment_indptr: Int32  # [segments + 1] rows of the segments in depth-first order
+    node: Int32  # [runs]
     page: Int32  # [runs] first page, an index into the layout's node_pages
     pages: Int32  # [runs]
     tokens: Int32  # [runs] tokens in the last page
@@ -44,7 +44,9 @@ class TileStreams:
     wide_low: Int32  # [wide] rows of the nodes with regions of their own
     wide_high: Int32  # [wide]
     region_step: Int32  # [wide + tiles + 1] first step of each region
-    run_page: Int32  # [runs] first page of the runs in the stream
+    run_node: Int32  # [runs] nodes of the runs in the streams
+    run_page: Int32  # [runs] first page of each in the streams
+    run_pages: Int32  # [runs]
     run_low: Int32  # [runs] rows that see the run
     run_high: Int32  # [runs]
     words: Int32  # [steps * pages a step + spare] page number and tokens to load
@@ -125,7 +127,7 @@ def row_runs(layout: AttentionLayout) -> RowRuns:
     tail = tokens - (pages - 1) * layout.page_size
     runs = RowRuns(
         rows=rows,
-        segment_indptr=indptr,
+        node=node,
         page=page,
         pages=pages,
         tokens=tail,
@@ -162,7 +164,7 @@ def _split_tails(runs: RowRuns, own: NDArray[np.bool_], size: int) -> RowRuns:
 
     return RowRuns(
         rows=runs.rows,
-        segment_indptr=runs.segment_indptr,
+        node=joined(runs.node[head], runs.node[tail]),
         page=joined(runs.page[head], runs.page[tail] + start),
         pages=joined(whole[head], np.ones_like(tail)),
         tokens=joined(last, loaded),
@@ -288,7 +290,9 @@ def _lay_pages(layout: AttentionLayout, runs: RowRuns, place: _Placement) -> Til
         wide_low=runs.low[place.wide],
         wide_high=runs.high[place.wide],
         region_step=region_step,
+        run_node=runs.node[place.run],
         run_page=start.astype(np.int32),
+        run_pages=runs.pages[place.run],
         run_low=np.concatenate([runs.low[place.wide], place.low]),
         run_high=np.concatenate([runs.high[place.wide], place.high]),
         words=words,

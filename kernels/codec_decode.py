@@ -1,0 +1,225 @@
+"""Tree decode on a CUDA device: shared pages are read once by all rows below them."""
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+import triton
+from torch import Tensor
+
+from stemserve.kernels.attention_state import AttentionState, LayerKV
+from stemserve.kernels.codec_pieces import divide, piece_tokens
+from stemserve.kernels.codec_tables import DeviceTables, HostTables, host_tables
+from stemserve.kernels.codec_tiles import TILE_ROWS, tile_streams
+from stemserve.kernels.codec_triton import LOG2E, merge_kernel, tree_kernel
+from stemserve.kernels.layout import AttentionLayout, HeadShape, int32
+from stemserve.kernels.strategy import Kernel, Phase, Work
+
+PAGE_SIZES = (8, 16, 32, 64)
+# Above this many partial results a row, a warp a row and head merges faster than one program a group.
+GROUPED_PARTIALS = 16
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DecodeNumbers:
+    """Number formats and what the model adds to plain attention."""
+
+    dtype: torch.dtype  # of q and the result
+    soft_cap: float = 0.0  # 0: none
+    k_scale: float = 1.0  # of FP8 pages
+    v_scale: float = 1.0
+
+
+@dataclass(kw_only=True)
+class DecodePlan:
+    """Device tables and partial results of one layout; every layer runs it."""
+
+    tables: DeviceTables
+    partial_out: Tensor  # [kv_heads, partial_rows, head_dim]
+    partial_lse: Tensor  # [kv_heads, partial_rows]
+    merges: bool
+
+    @property
+    def work(self) -> Work:
+        return host_work(self.tables.host)
+
+
+def host_work(host: HostTables) -> Work:
+    pieces = host.pieces
+    return Work(
+        rows=int32(pieces.high - pieces.low),
+        kv_tokens=piece_tokens(host.streams, pieces, host.layout.page_size),
+        launches=2 if host.merges else 1,
+    )
+
+
+class CodecDecode:
+    """One persistent kernel over equal pieces of the tiles' page streams, and a merge.
+
+    A plan's launches depend on its capacities only, so a captured graph stays valid while `replan`
+    or `grow` say so.
+    """
+
+    kernel = Kernel.CODEC
+    phase = Phase.DECODE
+
+    def __init__(
+        self, shape: HeadShape, device: torch.device, numbers: DecodeNumbers, processors: int = 0
+    ) -> None:
+        """`processors`: CTAs that run at once on each KV head's share; 0 asks the device."""
+        self.shape = shape
+        self.device = device
+        self.numbers = numbers
+        self._processors = processors
+
+    @cached_property
+    def bins(self) -> int:
+        """CTAs of one KV head."""
+        if self._processors:
+            return self._processors
+        count = int(torch.cuda.get_device_properties(self.device).multi_processor_count)
+        resident = 2 if self.padded_dim <= 128 and self.numbers.dtype.itemsize == 2 else 1
+        return max(1, count * resident // self.shape.kv_heads)
+
+    @property
+    def padded_dim(self) -> int:
+        return max(16, triton.next_power_of_2(self.shape.head_dim))
+
+    def refusal(self, layout: AttentionLayout) -> str | None:
+        if layout.segment_is_item.any():
+            return "tree decode has no item segments"
+        if layout.page_size not in PAGE_SIZES:
+            return f"tree decode takes pages of {PAGE_SIZES} tokens, not {layout.page_size}"
+        if self.shape.group > TILE_ROWS:
+            return f"a group of {self.shape.group} heads exceeds a tile of {TILE_ROWS} rows"
+        return _tail_refusal(layout)
+
+    def host_plan(self, layout: AttentionLayout) -> HostTables:
+        group, bins = self.shape.group, self.bins
+        streams = tile_streams(layout, group, bins)
+        pieces = divide(streams, group, layout.page_size, bins)
+        return host_tables(layout, streams, pieces, group, bins)
+
+    def work(self, layout: AttentionLayout) -> Work:
+        return host_work(self.host_plan(layout))
+
+    def plan(self, layout: AttentionLayout) -> DecodePlan:
+        host = self.host_plan(layout)
+        tables = DeviceTables.make(host, self.device)
+        size = (self.shape.kv_heads, max(1, tables.capacity.partial_rows))
+        half = self.numbers.dtype == torch.float16
+        return DecodePlan(
+            tables=tables,
+            partial_out=torch.empty(
+                (*size, self.shape.head_dim),
+                dtype=torch.float16 if half else torch.float32,
+                device=self.device,
+            ),
+            partial_lse=torch.empty(size, dtype=torch.float32, device=self.device),
+            merges=host.merges,
+        )
+
+    def replan(self, plan: DecodePlan, layout: AttentionLayout) -> bool:
+        """Put another layout into the plan's buffers; False if it needs a plan of its own."""
+        host = self.host_plan(layout)
+        if not plan.tables.capacity.holds(host.size) or (host.merges and not plan.merges):
+            return False
+        plan.tables.fill(host)
+        return True
+
+    def grow(self, plan: DecodePlan, layout: AttentionLayout) -> bool:
+        """Take over the tokens that leaves gained in their last pages; False if more changed."""
+        return plan.tables.grow(layout)
+
+    def run(self, plan: DecodePlan, q: Tensor, kv: LayerKV) -> AttentionState:
+        out = torch.empty_like(q)
+        lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
+        self.run_into(plan, q, kv, AttentionState(out, lse))
+        return AttentionState(out, lse)
+
+    def run_into(self, plan: DecodePlan, q: Tensor, kv: LayerKV, target: AttentionState) -> None:
+        if plan.tables.capacity.rows == 0:
+            return
+        self._read_tree(plan, q, kv, target)
+        if plan.merges:
+            self._merge(plan, target)
+
+    def _read_tree(
+        self, plan: DecodePlan, q: Tensor, kv: LayerKV, target: AttentionState
+    ) -> None:
+        tables, numbers, shape = plan.tables, self.numbers, self.shape
+        scale = shape.scale * numbers.k_scale * LOG2E.value
+        if numbers.soft_cap:
+            scale *= 2 / numbers.soft_cap
+        wide = self.padded_dim > 128 or numbers.dtype.itemsize > 2
+        tree_kernel[(self.bins * shape.kv_heads,)](
+            q,
+            kv.k_pages,
+            kv.v_pages,
+            tables.rows,
+            tables.records,
+            tables.words,
+            tables.masks,
+            plan.partial_out,
+            plan.partial_lse,
+            target.out,
+            target.lse,
+            plan.partial_lse.shape[1],
+            scale,
+            numbers.soft_cap * LOG2E.value,
+            numbers.v_scale,
+            HEADS=shape.query_heads,
+            KV_HEADS=shape.kv_heads,
+            DIM=shape.head_dim,
+            DIM_PAD=self.padded_dim,
+            PAGE=kv.k_pages.shape[1],
+            STAGES=2 if wide else 3,
+            SOFT_CAP=numbers.soft_cap > 0,
+            WIDEN=numbers.dtype == torch.float32 or q.device.type == "cpu",
+            num_warps=8 if wide else 4,
+        )
+
+    def _merge(self, plan: DecodePlan, target: AttentionState) -> None:
+        tables, shape = plan.tables, self.shape
+        columns = tables.capacity.columns
+        grouped = columns <= GROUPED_PARTIALS
+        heads = triton.next_power_of_2(shape.group) if grouped else 1
+        block = min(triton.next_power_of_2(columns), GROUPED_PARTIALS if grouped else 32)
+        bytes_a_partial = heads * self.padded_dim * plan.partial_out.element_size()
+        programs = shape.kv_heads if grouped else shape.query_heads
+        merge_kernel[(programs, tables.capacity.rows)](
+            plan.partial_out,
+            plan.partial_lse,
+            tables.rows,
+            tables.merge_count,
+            tables.merge,
+            target.out,
+            target.lse,
+            columns,
+            plan.partial_lse.shape[1],
+            HEADS=shape.query_heads,
+            KV_HEADS=shape.kv_heads,
+            DIM=shape.head_dim,
+            DIM_PAD=self.padded_dim,
+            HEADS_PAD=heads,
+            BLOCK=block,
+            num_warps=min(8, max(1, bytes_a_partial // 512)),  # 16 bytes a thread
+        )
+
+
+def _tail_refusal(layout: AttentionLayout) -> str | None:
+    """Several rows a segment: they must be the last tokens of a node that no other segment reads."""
+    rows = layout.segment_rows
+    several = rows > 1
+    if not several.any():
+        return None
+    nodes = layout.segment_node[several]
+    if nodes.min() < 0 or (layout.node_tokens[nodes] < rows[several]).any():
+        return "the rows of a segment are not all in its own node"
+    readers = [0] * layout.num_nodes
+    for segment in range(layout.num_segments):
+        for node in layout.chain(int(layout.segment_node[segment])):
+            readers[node] += 1
+    if any(readers[node] > 1 for node in nodes.tolist()):
+        return "a segment of several rows shares its node with another segment"
+    return None

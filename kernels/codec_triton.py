@@ -1,0 +1,227 @@
+"""Tree decode in Triton: one kernel over the pieces of a plan, one that merges their partial results.
+
+A CTA (one KV head, one bin) walks its pieces. A piece holds 64 rows (query row times query head of the
+KV head) against a stream of pages; each page carries the range of rows that may see it. A piece whose
+rows are in no other piece writes the result; the others write softmax-normalised partial results with
+their base-2 log-sum-exp, and the merge adds them up in the plan's order.
+"""
+
+from typing import Any
+
+import triton
+import triton.language as tl
+
+from stemserve.kernels.codec_pieces import RECORD as _RECORD
+from stemserve.kernels.codec_tiles import PAGE_BITS as _PAGE_BITS
+from stemserve.kernels.codec_tiles import STEP_TOKENS as _STEP_TOKENS
+from stemserve.kernels.codec_tiles import TILE_ROWS as _TILE_ROWS
+
+RECORD = tl.constexpr(_RECORD)
+PAGE_BITS = tl.constexpr(_PAGE_BITS)
+PAGE_MASK = tl.constexpr((1 << _PAGE_BITS) - 1)
+TILE_ROWS = tl.constexpr(_TILE_ROWS)
+STEP_TOKENS = tl.constexpr(_STEP_TOKENS)
+LN2 = tl.constexpr(0.6931471805599453)
+LOG2E = tl.constexpr(1.4426950408889634)
+NO_SCORE = tl.constexpr(-1e30)  # finite, so that a difference of two is no NaN
+
+
+@triton.jit
+def _dot(a: Any, b: Any, acc: Any, WIDEN: tl.constexpr) -> Any:
+    if WIDEN:  # the interpreter's bf16 product is wrong; fp32 must not be rounded to tf32
+        acc = tl.dot(a.to(tl.float32), b.to(tl.float32), acc, input_precision="ieee")
+    else:
+        acc = tl.dot(a, b, acc)
+    return acc
+
+
+@triton.jit
+def _scores(
+    s: Any,  # [TILE_ROWS, STEP_TOKENS] q . k
+    mask: Any,  # [pages a step]
+    masks: Any,  # pointer to the step's masks
+    scale: Any,  # to base 2; with a soft cap, to units of the cap
+    cap: Any,
+    GROUP: tl.constexpr,
+    PAGE: tl.constexpr,
+    SOFT_CAP: tl.constexpr,
+) -> Any:
+    """Scale, cap and mask: one bias a (row, page), and each token only where a page is partly seen."""
+    PAGES: tl.constexpr = STEP_TOKENS // PAGE
+    row = tl.arange(0, TILE_ROWS)
+    bias = tl.where(
+        (row[:, None] >= (mask & 255)[None, :]) & (row[:, None] < ((mask >> 8) & 255)[None, :]),
+        0.0,
+        -float("inf"),
+    )
+    if SOFT_CAP:
+        s = cap * (1.0 - 2.0 / (tl.exp2(s * scale) + 1.0))
+        s = tl.reshape(s, [TILE_ROWS, PAGES, PAGE]) + bias[:, :, None]
+    else:
+        s = tl.reshape(s, [TILE_ROWS, PAGES, PAGE]) * scale + bias[:, :, None]
+    s = tl.reshape(s, [TILE_ROWS, STEP_TOKENS])
+    if ((tl.load(masks) >> 24) & 1) != 0:
+        token = tl.arange(0, STEP_TOKENS)
+        word = tl.load(masks + token // PAGE)
+        more = row[:, None] // GROUP - ((word & 255) // GROUP)[None, :]
+        seen = ((word >> 16) & 127)[None, :] + more * ((word >> 23) & 1)[None, :]
+        s = tl.where((token % PAGE)[None, :] < seen, s, -float("inf"))
+    return s
+
+
+@triton.jit(do_not_specialize=["partial_rows"])
+def tree_kernel(
+    q: Any,  # [rows, HEADS, DIM]
+    k_pages: Any,  # [pages, PAGE, KV_HEADS, DIM]
+    v_pages: Any,
+    rows: Any,  # the plan's tables; see codec_pieces
+    records: Any,
+    words: Any,
+    masks: Any,
+    partial_out: Any,  # [KV_HEADS, partial_rows, DIM]
+    partial_lse: Any,  # [KV_HEADS, partial_rows], base 2
+    out: Any,  # [rows, HEADS, DIM]
+    lse: Any,  # [rows, HEADS], natural log
+    partial_rows: Any,
+    scale: Any,
+    cap: Any,
+    v_scale: Any,
+    HEADS: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    DIM: tl.constexpr,
+    DIM_PAD: tl.constexpr,
+    PAGE: tl.constexpr,
+    STAGES: tl.constexpr,
+    SOFT_CAP: tl.constexpr,
+    WIDEN: tl.constexpr,
+) -> None:
+    GROUP: tl.constexpr = HEADS // KV_HEADS
+    PAGES: tl.constexpr = STEP_TOKENS // PAGE
+    SIZE: tl.constexpr = RECORD + 4 * PAGES
+    head = tl.program_id(0) % KV_HEADS  # the heads of one piece run together: they share DRAM pages
+    piece = tl.program_id(0) // KV_HEADS
+    row = tl.arange(0, TILE_ROWS)
+    dim = tl.arange(0, DIM_PAD)
+    token = tl.arange(0, STEP_TOKENS)
+    page = tl.arange(0, PAGES)
+    slot = (token % PAGE) * (KV_HEADS * DIM) + head * DIM
+    while piece >= 0:
+        record = records + piece * SIZE
+        first_row = tl.load(record)
+        live = tl.load(record + 1)
+        steps = tl.load(record + 2)
+        first = tl.load(record + 3)
+        partial = tl.load(record + 4) + head * partial_rows
+        low = tl.load(record + 5)
+        high = tl.load(record + 6)
+        direct = tl.load(record + 7)
+        piece = tl.load(record + 8)
+        word = tl.load(record + RECORD + token // PAGE)
+        word_next = tl.load(record + RECORD + PAGES + token // PAGE)
+        mask = tl.load(record + RECORD + 2 * PAGES + page)
+        mask_next = tl.load(record + RECORD + 3 * PAGES + page)
+        at = tl.load(rows + first_row + row // GROUP, mask=row < live, other=0)
+        at = at.to(tl.int64) * HEADS + head * GROUP + row % GROUP
+        tile = tl.load(
+            q + at[:, None] * DIM + dim[None, :],
+            mask=(row < live)[:, None] & (dim < DIM)[None, :],
+            other=0.0,
+        )
+        peak = tl.full([TILE_ROWS], NO_SCORE, tl.float32)
+        total = tl.zeros([TILE_ROWS], tl.float32)
+        acc = tl.zeros([TILE_ROWS, DIM_PAD], tl.float32)
+        step_words = words + first * PAGES + token // PAGE
+        step_masks = masks + first * PAGES
+        for step in tl.range(0, steps, num_stages=STAGES):
+            # Page words travel as loop variables: loaded in the step that uses them they would take
+            # the pipeline's stages.
+            number = (word & PAGE_MASK).to(tl.int64)
+            place = (number * (PAGE * KV_HEADS * DIM) + slot)[:, None] + dim[None, :]
+            loaded = (token % PAGE < (word >> PAGE_BITS))[:, None] & (dim < DIM)[None, :]
+            k = tl.load(k_pages + place, mask=loaded, other=0.0)
+            v = tl.load(v_pages + place, mask=loaded, other=0.0)
+            s = tl.zeros([TILE_ROWS, STEP_TOKENS], tl.float32)
+            s = _dot(tile, tl.trans(k.to(tile.dtype)), s, WIDEN)
+            s = _scores(s, mask, step_masks + step * PAGES, scale, cap, GROUP, PAGE, SOFT_CAP)
+            word = word_next
+            mask = mask_next
+            word_next = tl.load(step_words + (step + 2) * PAGES)
+            mask_next = tl.load(step_masks + (step + 2) * PAGES + page)
+            higher = tl.maximum(peak, tl.max(s, 1))
+            fade = tl.exp2(peak - higher)
+            p = tl.exp2(s - higher[:, None])
+            total = total * fade + tl.sum(p, 1)
+            acc = _dot(p.to(tile.dtype), v.to(tile.dtype), acc * fade[:, None], WIDEN)
+            peak = higher
+        result = acc * (v_scale / tl.maximum(total, 1e-30))[:, None]
+        own = (row >= low) & (row < high)
+        log = tl.where(total > 0.0, peak + tl.log2(tl.maximum(total, 1e-30)), -float("inf"))
+        wide = own[:, None] & (dim < DIM)[None, :]
+        if direct != 0:
+            tl.store(out + at[:, None] * DIM + dim[None, :], result.to(out.dtype.element_ty), wide)
+            tl.store(lse + at, log * LN2, own)
+        else:
+            partial_at = (partial + row).to(tl.int64)
+            result = result.to(partial_out.dtype.element_ty)
+            tl.store(partial_out + partial_at[:, None] * DIM + dim[None, :], result, wide)
+            tl.store(partial_lse + partial_at, log, own)
+
+
+@triton.jit(do_not_specialize=["columns", "partial_rows"])
+def merge_kernel(
+    partial_out: Any,  # [KV_HEADS, partial_rows, DIM]
+    partial_lse: Any,  # [KV_HEADS, partial_rows], base 2
+    rows: Any,  # [rows] where each row goes
+    merge_count: Any,  # [rows] partial rows of each, -1: nothing to do
+    merge: Any,  # [rows, columns]
+    out: Any,  # [rows, HEADS, DIM]
+    lse: Any,  # [rows, HEADS], natural log
+    columns: Any,
+    partial_rows: Any,
+    HEADS: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    DIM: tl.constexpr,
+    DIM_PAD: tl.constexpr,
+    HEADS_PAD: tl.constexpr,  # of one program: those of a KV head, padded, or one
+    BLOCK: tl.constexpr,
+) -> None:
+    GROUP: tl.constexpr = HEADS // KV_HEADS
+    OWN: tl.constexpr = 1 if HEADS_PAD == 1 else GROUP
+    row = tl.program_id(1)
+    first_head = tl.program_id(0) * OWN
+    member = tl.arange(0, HEADS_PAD)
+    dim = tl.arange(0, DIM_PAD)
+    entry = tl.arange(0, BLOCK)
+    count = tl.load(merge_count + row)
+    at = tl.load(merge + row * columns + entry, mask=entry < columns, other=-1)
+    target = tl.load(rows + row).to(tl.int64) * HEADS + first_head + member
+    base = (first_head // GROUP).to(tl.int64) * partial_rows + first_head % GROUP
+    peak = tl.full([HEADS_PAD], NO_SCORE, tl.float32)
+    total = tl.zeros([HEADS_PAD], tl.float32)
+    acc = tl.zeros([HEADS_PAD, DIM_PAD], tl.float32)
+    for start in range(0, count, BLOCK):
+        there = (at >= 0)[:, None] & (member < OWN)[None, :]
+        place = (base + at)[:, None] + member[None, :]
+        log = tl.load(partial_lse + place, mask=there, other=-float("inf"))
+        part = tl.load(
+            partial_out + place[:, :, None] * DIM + dim[None, None, :],
+            mask=there[:, :, None] & (dim < DIM)[None, None, :],
+            other=0.0,
+        ).to(tl.float32)
+        ahead = start + BLOCK + entry
+        at = tl.load(merge + row * columns + ahead, mask=ahead < columns, other=-1)
+        higher = tl.maximum(peak, tl.max(log, 0))
+        weight = tl.exp2(log - higher[None, :])
+        fade = tl.exp2(peak - higher)
+        acc = acc * fade[:, None] + tl.sum(part * weight[:, :, None], 0)
+        total = total * fade + tl.sum(weight, 0)
+        peak = higher
+    if count >= 0:
+        result = acc * (1.0 / tl.maximum(total, 1e-30))[:, None]
+        log = tl.where(total > 0.0, (peak + tl.log2(tl.maximum(total, 1e-30))) * LN2, -float("inf"))
+        tl.store(
+            out + target[:, None] * DIM + dim[None, :],
+            result.to(out.dtype.element_ty),
+            (member < OWN)[:, None] & (dim < DIM)[None, :],
+        )
+        tl.store(lse + target, log, member < OWN)

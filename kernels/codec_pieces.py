@@ -207,12 +207,12 @@ def records(streams: TileStreams, pieces: Pieces, group: int, bins: int, per_ste
 
     Fields: first row, rows of the tile, steps, first step, where row 0's partial would go, first
     row of the tile that the piece changes, row after the last, direct, next record or -1; then the
-    page words and masks of the first two steps, so that a CTA starts with one load.
+    page words and masks of the first step, so that a CTA starts with one load.
     """
     head = np.ones(len(pieces.bin), np.bool_)
     head[1:] = pieces.bin[1:] != pieces.bin[:-1]
     place = np.where(head, pieces.bin, bins - 1 + np.cumsum(~head))
-    table = np.zeros((bins + int((~head).sum()), RECORD + 4 * per_step), np.int32)
+    table = np.zeros((bins + int((~head).sum()), RECORD + 2 * per_step), np.int32)
     table[:, 8] = -1
     base = streams.cuts[pieces.tile]
     low, high = (pieces.low - base) * group, (pieces.high - base) * group
@@ -225,9 +225,9 @@ def records(streams: TileStreams, pieces: Pieces, group: int, bins: int, per_ste
     table[place, 6] = high
     table[place, 7] = pieces.direct
     table[place[:-1], 8] = np.where(head[1:], -1, place[1:])
-    pages = pieces.first[:, None] * per_step + np.arange(2 * per_step)
-    table[place, RECORD : RECORD + 2 * per_step] = streams.words[pages]
-    table[place, RECORD + 2 * per_step :] = streams.masks[pages]
+    pages = pieces.first[:, None] * per_step + np.arange(per_step)
+    table[place, RECORD : RECORD + per_step] = streams.words[pages]
+    table[place, RECORD + per_step :] = streams.masks[pages]
     return table
 
 

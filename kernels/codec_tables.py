@@ -86,7 +86,7 @@ class DeviceTables:
     capacity: Capacity
     buffer: Tensor
     rows: Tensor  # [rows]
-    records: Tensor  # [records, RECORD + 4 * pages a step]
+    records: Tensor  # [records, RECORD + 2 * pages a step]
     words: Tensor  # [pages]
     masks: Tensor  # [pages]
     merge_count: Tensor  # [rows]
@@ -96,8 +96,8 @@ class DeviceTables:
 
     @classmethod
     def make(cls, host: HostTables, device: torch.device) -> "DeviceTables":
-        capacity = with_room(host.size)
-        ends = np.cumsum(_section_sizes(capacity, host.records.shape[1])).tolist()
+        capacity, width = with_room(host.size), host.records.shape[1]
+        ends = np.cumsum(_section_sizes(capacity, width)).tolist()
         buffer = torch.empty(ends[-1], dtype=torch.int32, device=device)
         parts = [buffer[a:b] for a, b in zip([0, *ends[:-1]], ends, strict=True)]
         rows, record, words, masks, merge_count, merge = parts
@@ -105,11 +105,11 @@ class DeviceTables:
             capacity=capacity,
             buffer=buffer,
             rows=rows,
-            records=record.view(-1, host.records.shape[1]),
+            records=record[: capacity.records * width].view(-1, width),
             words=words,
             masks=masks,
             merge_count=merge_count,
-            merge=merge.view(-1, capacity.columns),
+            merge=merge[: capacity.rows * capacity.columns].view(-1, capacity.columns),
             host=host,
         )
         tables.fill(host)
@@ -207,7 +207,7 @@ def _growth(tables: DeviceTables) -> _Growth:
     tail_of[at] = np.arange(len(at))
     per_step = STEP_TOKENS // layout.page_size
     live = np.flatnonzero(host.records[:, 2])
-    shown = host.records[live, 3][:, None] * per_step + np.arange(2 * per_step)
+    shown = host.records[live, 3][:, None] * per_step + np.arange(per_step)
     tail = tail_of[shown]
     record, place = np.nonzero(tail >= 0)
     inside = live[record] * host.records.shape[1] + RECORD + place
@@ -216,7 +216,7 @@ def _growth(tables: DeviceTables) -> _Growth:
         for section in (tables.words, tables.masks, tables.records)
     ]
     index = np.concatenate(
-        [base[0] + at, base[1] + at, base[2] + inside, base[2] + inside + 2 * per_step]
+        [base[0] + at, base[1] + at, base[2] + inside, base[2] + inside + per_step]
     )
     return _Growth(
         node=streams.run_node[tails],

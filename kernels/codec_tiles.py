@@ -267,7 +267,7 @@ def _lay_pages(layout: AttentionLayout, runs: RowRuns, place: _Placement) -> Til
     base = place.cuts[place.region[wide:] - wide]
     low = np.concatenate([np.zeros(wide, np.int64), (place.low - base) * place.group])
     high = np.concatenate([np.full(wide, TILE_ROWS), (place.high - base) * place.group])
-    size = int(region_step[-1] + 2) * per_step  # the kernel looks two steps ahead
+    size = int(region_step[-1] + 1) * per_step  # the kernel looks a step ahead
     words = np.zeros(size, np.int32)
     masks = np.zeros(size, np.int32)
     full = layout.page_size

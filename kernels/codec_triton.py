@@ -6,7 +6,6 @@ rows are in no other piece writes the result; the others write softmax-normalise
 their base-2 log-sum-exp, and the merge adds them up in the plan's order.
 """
 
-from typing import Any
 
 import triton
 import triton.language as tl
@@ -27,7 +26,7 @@ NO_SCORE = tl.constexpr(-1e30)  # finite, so that a difference of two is no NaN
 
 
 @triton.jit
-def _dot(a: Any, b: Any, acc: Any, WIDEN: tl.constexpr) -> Any:
+def _dot(a: tl.tensor, b: tl.tensor, acc: tl.tensor, WIDEN: tl.constexpr) -> tl.tensor:
     if WIDEN:  # the interpreter's bf16 product is wrong; fp32 must not be rounded to tf32
         acc = tl.dot(a.to(tl.float32), b.to(tl.float32), acc, input_precision="ieee")
     else:
@@ -37,15 +36,15 @@ def _dot(a: Any, b: Any, acc: Any, WIDEN: tl.constexpr) -> Any:
 
 @triton.jit
 def _scores(
-    s: Any,  # [TILE_ROWS, STEP_TOKENS] q . k
-    mask: Any,  # [pages a step]
-    masks: Any,  # pointer to the step's masks
-    scale: Any,  # to base 2; with a soft cap, to units of the cap
-    cap: Any,
+    s: tl.tensor,  # [TILE_ROWS, STEP_TOKENS] q . k
+    mask: tl.tensor,  # [pages a step]
+    masks: tl.tensor,  # pointer to the step's masks
+    scale: tl.tensor,  # to base 2; with a soft cap, to units of the cap
+    cap: tl.tensor,
     GROUP: tl.constexpr,
     PAGE: tl.constexpr,
     SOFT_CAP: tl.constexpr,
-) -> Any:
+) -> tl.tensor:
     """Scale, cap and mask: one bias a (row, page), and each token only where a page is partly seen."""
     PAGES: tl.constexpr = STEP_TOKENS // PAGE
     row = tl.arange(0, TILE_ROWS)
@@ -71,21 +70,21 @@ def _scores(
 
 @triton.jit(do_not_specialize=["partial_rows"])
 def tree_kernel(
-    q: Any,  # [rows, HEADS, DIM]
-    k_pages: Any,  # [pages, PAGE, KV_HEADS, DIM]
-    v_pages: Any,
-    rows: Any,  # the plan's tables; see codec_pieces
-    records: Any,
-    words: Any,
-    masks: Any,
-    partial_out: Any,  # [KV_HEADS, partial_rows, DIM]
-    partial_lse: Any,  # [KV_HEADS, partial_rows], base 2
-    out: Any,  # [rows, HEADS, DIM]
-    lse: Any,  # [rows, HEADS], natural log
-    partial_rows: Any,
-    scale: Any,
-    cap: Any,
-    v_scale: Any,
+    q: tl.tensor,  # [rows, HEADS, DIM]
+    k_pages: tl.tensor,  # [pages, PAGE, KV_HEADS, DIM]
+    v_pages: tl.tensor,
+    rows: tl.tensor,  # the plan's tables; see codec_pieces
+    records: tl.tensor,
+    words: tl.tensor,
+    masks: tl.tensor,
+    partial_out: tl.tensor,  # [KV_HEADS, partial_rows, DIM]
+    partial_lse: tl.tensor,  # [KV_HEADS, partial_rows], base 2
+    out: tl.tensor,  # [rows, HEADS, DIM]
+    lse: tl.tensor,  # [rows, HEADS], natural log
+    partial_rows: tl.tensor,
+    scale: tl.tensor,
+    cap: tl.tensor,
+    v_scale: tl.tensor,
     HEADS: tl.constexpr,
     KV_HEADS: tl.constexpr,
     DIM: tl.constexpr,
@@ -97,7 +96,7 @@ def tree_kernel(
 ) -> None:
     GROUP: tl.constexpr = HEADS // KV_HEADS
     PAGES: tl.constexpr = STEP_TOKENS // PAGE
-    SIZE: tl.constexpr = RECORD + 4 * PAGES
+    SIZE: tl.constexpr = RECORD + 2 * PAGES
     head = tl.program_id(0) % KV_HEADS  # the heads of one piece run together: they share DRAM pages
     piece = tl.program_id(0) // KV_HEADS
     row = tl.arange(0, TILE_ROWS)
@@ -117,9 +116,7 @@ def tree_kernel(
         direct = tl.load(record + 7)
         piece = tl.load(record + 8)
         word = tl.load(record + RECORD + token // PAGE)
-        word_next = tl.load(record + RECORD + PAGES + token // PAGE)
-        mask = tl.load(record + RECORD + 2 * PAGES + page)
-        mask_next = tl.load(record + RECORD + 3 * PAGES + page)
+        mask = tl.load(record + RECORD + PAGES + page)
         at = tl.load(rows + first_row + row // GROUP, mask=row < live, other=0)
         at = at.to(tl.int64) * HEADS + head * GROUP + row % GROUP
         tile = tl.load(
@@ -134,19 +131,18 @@ def tree_kernel(
         step_masks = masks + first * PAGES
         for step in tl.range(0, steps, num_stages=STAGES):
             # Page words travel as loop variables: loaded in the step that uses them they would take
-            # the pipeline's stages.
+            # the pipeline's stages, and carried over two steps they would stop the pipelining.
             number = (word & PAGE_MASK).to(tl.int64)
             place = (number * (PAGE * KV_HEADS * DIM) + slot)[:, None] + dim[None, :]
             loaded = (token % PAGE < (word >> PAGE_BITS))[:, None] & (dim < DIM)[None, :]
+            seen_by = mask
+            word = tl.load(step_words + (step + 1) * PAGES)
+            mask = tl.load(step_masks + (step + 1) * PAGES + page)
             k = tl.load(k_pages + place, mask=loaded, other=0.0)
             v = tl.load(v_pages + place, mask=loaded, other=0.0)
             s = tl.zeros([TILE_ROWS, STEP_TOKENS], tl.float32)
             s = _dot(tile, tl.trans(k.to(tile.dtype)), s, WIDEN)
-            s = _scores(s, mask, step_masks + step * PAGES, scale, cap, GROUP, PAGE, SOFT_CAP)
-            word = word_next
-            mask = mask_next
-            word_next = tl.load(step_words + (step + 2) * PAGES)
-            mask_next = tl.load(step_masks + (step + 2) * PAGES + page)
+            s = _scores(s, seen_by, step_masks + step * PAGES, scale, cap, GROUP, PAGE, SOFT_CAP)
             higher = tl.maximum(peak, tl.max(s, 1))
             fade = tl.exp2(peak - higher)
             p = tl.exp2(s - higher[:, None])
@@ -162,22 +158,22 @@ def tree_kernel(
             tl.store(lse + at, log * LN2, own)
         else:
             partial_at = (partial + row).to(tl.int64)
-            result = result.to(partial_out.dtype.element_ty)
-            tl.store(partial_out + partial_at[:, None] * DIM + dim[None, :], result, wide)
+            part = result.to(partial_out.dtype.element_ty)
+            tl.store(partial_out + partial_at[:, None] * DIM + dim[None, :], part, wide)
             tl.store(partial_lse + partial_at, log, own)
 
 
 @triton.jit(do_not_specialize=["columns", "partial_rows"])
 def merge_kernel(
-    partial_out: Any,  # [KV_HEADS, partial_rows, DIM]
-    partial_lse: Any,  # [KV_HEADS, partial_rows], base 2
-    rows: Any,  # [rows] where each row goes
-    merge_count: Any,  # [rows] partial rows of each, -1: nothing to do
-    merge: Any,  # [rows, columns]
-    out: Any,  # [rows, HEADS, DIM]
-    lse: Any,  # [rows, HEADS], natural log
-    columns: Any,
-    partial_rows: Any,
+    partial_out: tl.tensor,  # [KV_HEADS, partial_rows, DIM]
+    partial_lse: tl.tensor,  # [KV_HEADS, partial_rows], base 2
+    rows: tl.tensor,  # [rows] where each row goes
+    merge_count: tl.tensor,  # [rows] partial rows of each, -1: nothing to do
+    merge: tl.tensor,  # [rows, columns]
+    out: tl.tensor,  # [rows, HEADS, DIM]
+    lse: tl.tensor,  # [rows, HEADS], natural log
+    columns: tl.tensor,
+    partial_rows: tl.tensor,
     HEADS: tl.constexpr,
     KV_HEADS: tl.constexpr,
     DIM: tl.constexpr,
@@ -191,31 +187,32 @@ def merge_kernel(
     first_head = tl.program_id(0) * OWN
     member = tl.arange(0, HEADS_PAD)
     dim = tl.arange(0, DIM_PAD)
-    entry = tl.arange(0, BLOCK)
     count = tl.load(merge_count + row)
-    at = tl.load(merge + row * columns + entry, mask=entry < columns, other=-1)
+    entries = merge + row * columns
     target = tl.load(rows + row).to(tl.int64) * HEADS + first_head + member
     base = (first_head // GROUP).to(tl.int64) * partial_rows + first_head % GROUP
     peak = tl.full([HEADS_PAD], NO_SCORE, tl.float32)
     total = tl.zeros([HEADS_PAD], tl.float32)
     acc = tl.zeros([HEADS_PAD, DIM_PAD], tl.float32)
     for start in range(0, count, BLOCK):
-        there = (at >= 0)[:, None] & (member < OWN)[None, :]
-        place = (base + at)[:, None] + member[None, :]
-        log = tl.load(partial_lse + place, mask=there, other=-float("inf"))
-        part = tl.load(
-            partial_out + place[:, :, None] * DIM + dim[None, None, :],
-            mask=there[:, :, None] & (dim < DIM)[None, None, :],
-            other=0.0,
-        ).to(tl.float32)
-        ahead = start + BLOCK + entry
-        at = tl.load(merge + row * columns + ahead, mask=ahead < columns, other=-1)
-        higher = tl.maximum(peak, tl.max(log, 0))
-        weight = tl.exp2(log - higher[None, :])
-        fade = tl.exp2(peak - higher)
-        acc = acc * fade[:, None] + tl.sum(part * weight[:, :, None], 0)
-        total = total * fade + tl.sum(weight, 0)
-        peak = higher
+        # One partial at a time, so that all of an element's partials meet in one thread; unrolled, so
+        # that the loads of a block are in flight together.
+        for place in tl.static_range(BLOCK):
+            at = tl.load(entries + start + place, mask=start + place < columns, other=-1)
+            there = (at >= 0) & (member < OWN)
+            part_row = base + at + member
+            log = tl.load(partial_lse + part_row, mask=there, other=-float("inf"))
+            part = tl.load(
+                partial_out + part_row[:, None] * DIM + dim[None, :],
+                mask=there[:, None] & (dim < DIM)[None, :],
+                other=0.0,
+            ).to(tl.float32)
+            higher = tl.maximum(peak, log)
+            weight = tl.exp2(log - higher)
+            fade = tl.exp2(peak - higher)
+            acc = acc * fade[:, None] + part * weight[:, None]
+            total = total * fade + weight
+            peak = higher
     if count >= 0:
         result = acc * (1.0 / tl.maximum(total, 1e-30))[:, None]
         log = tl.where(total > 0.0, (peak + tl.log2(tl.maximum(total, 1e-30))) * LN2, -float("inf"))

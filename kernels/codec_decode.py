@@ -156,7 +156,6 @@ class CodecDecode:
             q,
             kv.k_pages,
             kv.v_pages,
-            tables.rows,
             tables.records,
             tables.words,
             tables.masks,
@@ -182,12 +181,8 @@ class CodecDecode:
     def _merge(self, plan: DecodePlan, target: AttentionState) -> None:
         tables, shape = plan.tables, self.shape
         columns = tables.capacity.columns
-        grouped = columns <= GROUPED_PARTIALS
-        heads = triton.next_power_of_2(shape.group) if grouped else 1
-        block = min(triton.next_power_of_2(columns), GROUPED_PARTIALS if grouped else 32)
-        bytes_a_partial = heads * self.padded_dim * plan.partial_out.element_size()
-        programs = shape.kv_heads if grouped else shape.query_heads
-        merge_kernel[(programs, tables.capacity.rows)](
+        heads = shape.group if columns <= GROUPED_PARTIALS else 1
+        merge_kernel[(shape.query_heads // heads, tables.capacity.rows)](
             plan.partial_out,
             plan.partial_lse,
             tables.rows,
@@ -201,9 +196,9 @@ class CodecDecode:
             KV_HEADS=shape.kv_heads,
             DIM=shape.head_dim,
             DIM_PAD=self.padded_dim,
-            HEADS_PAD=heads,
-            BLOCK=block,
-            num_warps=min(8, max(1, bytes_a_partial // 512)),  # 16 bytes a thread
+            OWN_HEADS=heads,
+            BLOCK=4 if columns <= GROUPED_PARTIALS else 16,
+            num_warps=1,
         )
 
 

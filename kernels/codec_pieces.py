@@ -1,6 +1,5 @@
 """Division of tile streams into equal pieces, one list of pieces a CTA, and the merge of their results."""
 
-import math
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -11,17 +10,8 @@ from stemserve.kernels.codec_tiles import PAGE_BITS, STEP_TOKENS, TILE_ROWS, Til
 from stemserve.kernels.layout import Int32
 
 PIECE_STEPS = 0.3  # what a piece costs beside its steps, in steps (H200)
+SLACK_STEPS = 0.7  # by which a bin may exceed the mean with further pieces' costs
 RECORD = 16  # fields of a piece record before its first pages; see `records`
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Bins:
-    """Where the CTAs' shares end on the streams, and the pieces of the wide regions."""
-
-    wide: NDArray[np.int64]  # [pieces, 4] region, first step in it, steps, tile after the first
-    wide_bin: NDArray[np.int64]  # [pieces]
-    stream_bin: NDArray[np.int64]  # [shares] bins in the order in which they take from the streams
-    share: NDArray[np.float64]  # [shares] steps that each takes, its first piece's cost taken off
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,82 +35,59 @@ class Pieces:
         return int(self.bin.max(initial=-1)) + 1
 
 
-def _fits(level: float, wide: list[tuple[int, int]], need: float, bins: int) -> bool:
-    """Whether no bin must hold more than `level` steps."""
-    room = 0.0
-    for steps, tiles in wide:
-        cuts = math.ceil(steps / (level - PIECE_STEPS))
-        bins -= cuts * tiles
-        room += cuts * tiles * max(0.0, level - steps / cuts - 2 * PIECE_STEPS)
-    return bins >= 0 and room + bins * (level - PIECE_STEPS) >= need
+Wide = list[tuple[int, int]]  # steps of a wide region, tiles that read it
+Cut = tuple[int, int, int, int]  # bin, region or tile, first step in it, steps
 
 
-def _level(wide: list[tuple[int, int]], need: float, bins: int) -> float:
-    """The lowest fill of the fullest bin, by bisection from below (the mean) and above."""
-    total = need + sum(steps * tiles for steps, tiles in wide)
-    low = max(total / bins, 2.0) + PIECE_STEPS
-    if _fits(low, wide, need, bins):
-        return low
-    high = 2 * low
-    while not _fits(high, wide, need, bins):
-        high *= 2
-    for _ in range(12):
-        middle = (low + high) / 2
-        low, high = (low, middle) if _fits(middle, wide, need, bins) else (middle, high)
-    return high
-
-
-def _bins(streams: TileStreams, bins: int) -> _Bins:
-    """Give the wide regions bins of their own, cut alike for all their tiles; the rest is shared."""
-    steps = np.diff(streams.region_step)
-    tile_steps = steps[streams.num_wide :]
-    need = float(tile_steps.sum() + PIECE_STEPS * len(tile_steps))
-    first = np.searchsorted(streams.cuts, streams.wide_low, "right") - 1
-    tiles = np.searchsorted(streams.cuts, streams.wide_high, "left") - first
-    wide = list(zip(steps[: streams.num_wide].tolist(), tiles.tolist(), strict=True))
-    level = _level(wide, need, bins)
-    pieces: list[tuple[int, int, int, int]] = []
-    fill: list[float] = []
-    for region, (length, copies) in enumerate(wide):
-        cuts = math.ceil(length / (level - PIECE_STEPS))
+def _cut_wide(wide: Wide, most: int) -> list[Cut]:
+    """Cut each wide region alike for all its tiles, a bin a piece of at most `most` steps."""
+    pieces: list[Cut] = []
+    for region, (steps, tiles) in enumerate(wide):
+        cuts = -(-steps // most)
         for cut in range(cuts):
-            start, stop = cut * length // cuts, (cut + 1) * length // cuts
-            pieces += [(region, start, stop - start, copy) for copy in range(copies)]
-            fill += [stop - start + PIECE_STEPS] * copies
-    free = bins - len(fill)
-    room = np.maximum(0.0, level - PIECE_STEPS - np.asarray(fill, np.float64))
-    room[room < 1] = 0.0
-    free = min(free, math.ceil(max(0.0, need - room.sum()) / (level - PIECE_STEPS)))
-    share = np.concatenate([np.full(free, level - PIECE_STEPS), room])
-    order = np.concatenate([np.arange(len(fill), len(fill) + free), np.arange(len(fill))])
-    used = share > 0
-    return _Bins(
-        wide=np.array(pieces, np.int64).reshape(-1, 4),
-        wide_bin=np.arange(len(pieces)),
-        stream_bin=order[used],
-        share=share[used] * (need / max(float(share.sum()), 1e-9)),
-    )
+            start, stop = cut * steps // cuts, (cut + 1) * steps // cuts
+            pieces += [(len(pieces) + tile, region, start, stop - start) for tile in range(tiles)]
+    return pieces
 
 
-def _stream_pieces(streams: TileStreams, bins: _Bins) -> tuple[Int32, Int32, Int32, Int32]:
-    """Cut the tiles' streams, laid end to end, at the bins' shares: bin, tile, first step, steps."""
-    start = streams.region_step[streams.num_wide :].astype(np.int64)
-    steps = np.diff(start)
-    cost_start = start[:-1] - start[0] + PIECE_STEPS * np.arange(len(steps))
-    ends = np.cumsum(bins.share)[:-1]
-    tile = np.searchsorted(cost_start, ends, "right") - 1
-    inside = np.rint(ends - cost_start[tile] - PIECE_STEPS).astype(np.int64)
-    ends = start[tile] + np.clip(inside, 0, steps[tile])
-    edges = np.unique(np.concatenate([start, ends]))
-    first = edges[:-1]
-    tile = np.searchsorted(start, first, "right") - 1
-    owner = bins.stream_bin[np.searchsorted(ends, first, "right")] if len(first) else first
-    return (
-        owner.astype(np.int32),
-        tile.astype(np.int32),
-        first.astype(np.int32),
-        np.diff(edges).astype(np.int32),
-    )
+def _cut_streams(streams: list[int], room: list[tuple[float, int]]) -> list[Cut] | None:
+    """Fill the bins (room in steps, bin) with the tiles' streams in turn; None if they are full."""
+    pieces: list[Cut] = []
+    bins = iter(room)
+    left, owner = 0.0, -1
+    for tile, steps in enumerate(streams):
+        start = 0
+        while start < steps:
+            rest = steps - start
+            if left < 2 and left < rest:
+                left, owner = next(bins, (0.0, -1))
+                if owner < 0:
+                    return None
+                continue
+            take = min(rest, int(left))
+            if rest - take == 1 and take > 2:
+                take -= 1  # no piece of one step
+            pieces.append((owner, tile, start, take))
+            left -= take + PIECE_STEPS
+            start += take
+    return pieces
+
+
+def _share(wide: Wide, streams: list[int], bins: int) -> tuple[list[Cut], list[Cut]]:
+    """Pieces of the wide regions and of the streams, such that the fullest bin holds least."""
+    total = sum(streams) + sum(steps * tiles for steps, tiles in wide)
+    most = max(2, -(-total // bins))
+    while True:
+        of_wide = _cut_wide(wide, most)
+        free = bins - len(of_wide)
+        if free * most + sum(most - piece[3] for piece in of_wide) >= sum(streams):
+            room = [(most + SLACK_STEPS, bins - 1 - place) for place in range(free)]
+            left = most + SLACK_STEPS - PIECE_STEPS
+            room += [(left - piece[3], piece[0]) for piece in of_wide]
+            of_streams = _cut_streams(streams, [entry for entry in room if entry[0] >= 1])
+            if free >= 0 and of_streams is not None:
+                return of_wide, of_streams
+        most += 1 + most // 64
 
 
 def _row_ranges(
@@ -142,22 +109,29 @@ def _row_ranges(
 
 def divide(streams: TileStreams, group: int, page_size: int, bins: int) -> Pieces:
     """Pieces of about equal cost for `bins` CTAs, and the merge table of their partial results."""
-    share = _bins(streams, bins)
-    owner, tile, first, steps = _stream_pieces(streams, share)
+    region_steps = np.diff(streams.region_step).tolist()
+    narrow = streams.num_wide
+    first_tile = np.searchsorted(streams.cuts, streams.wide_low, "right") - 1
+    copies = np.searchsorted(streams.cuts, streams.wide_high, "left") - first_tile
+    wide = list(zip(region_steps[:narrow], copies.tolist(), strict=True))
+    of_wide, of_streams = _share(wide, region_steps[narrow:], bins)
+
+    owner, tile, start, steps = np.array(of_streams, np.int32).reshape(-1, 4).T
+    first = streams.region_step[narrow + tile] + start
     low, high = _row_ranges(streams, first, steps, STEP_TOKENS // page_size)
-    if len(share.wide):
-        region, start, length, copy = share.wide.T
-        wide_tile = np.searchsorted(streams.cuts, streams.wide_low, "right")[region] - 1 + copy
-        owner = np.concatenate([share.wide_bin, owner])
+    if of_wide:
+        wide_owner, region, start, length = np.array(of_wide, np.int32).T
+        # A region's tiles take turns, cut by cut.
+        change = np.flatnonzero(np.diff(region, prepend=-1))
+        turn = np.arange(len(region)) - np.repeat(change, np.diff(change, append=len(region)))
+        wide_tile = first_tile[region] + turn % copies[region]
+        owner = np.concatenate([wide_owner, owner])
         tile = np.concatenate([wide_tile, tile])
         first = np.concatenate([streams.region_step[region] + start, first])
         steps = np.concatenate([length, steps])
-        low = np.concatenate(
-            [np.maximum(streams.wide_low[region], streams.cuts[wide_tile]), low]
-        )
-        high = np.concatenate(
-            [np.minimum(streams.wide_high[region], streams.cuts[wide_tile + 1]), high]
-        )
+        wide_low = np.maximum(streams.wide_low[region], streams.cuts[wide_tile])
+        wide_high = np.minimum(streams.wide_high[region], streams.cuts[wide_tile + 1])
+        low, high = np.concatenate([wide_low, low]), np.concatenate([wide_high, high])
     order = np.argsort(owner, kind="stable")
     return _with_merge(
         [a[order].astype(np.int32) for a in (owner, tile, first, steps, low, high)],
@@ -207,12 +181,15 @@ def records(streams: TileStreams, pieces: Pieces, group: int, bins: int, per_ste
 
     Fields: first row, rows of the tile, steps, first step, where row 0's partial would go, first
     row of the tile that the piece changes, row after the last, direct, next record or -1; then the
-    page words and masks of the first step, so that a CTA starts with one load.
+    page words and masks of the first step and the layout's row of each row, so that a CTA starts
+    with one load.
     """
     head = np.ones(len(pieces.bin), np.bool_)
     head[1:] = pieces.bin[1:] != pieces.bin[:-1]
     place = np.where(head, pieces.bin, bins - 1 + np.cumsum(~head))
-    table = np.zeros((bins + int((~head).sum()), RECORD + 2 * per_step), np.int32)
+    per_tile = TILE_ROWS // group
+    size = (bins + int((~head).sum()), RECORD + 2 * per_step + per_tile)
+    table = np.zeros(size, np.int32)
     table[:, 8] = -1
     base = streams.cuts[pieces.tile]
     low, high = (pieces.low - base) * group, (pieces.high - base) * group
@@ -227,7 +204,9 @@ def records(streams: TileStreams, pieces: Pieces, group: int, bins: int, per_ste
     table[place[:-1], 8] = np.where(head[1:], -1, place[1:])
     pages = pieces.first[:, None] * per_step + np.arange(per_step)
     table[place, RECORD : RECORD + per_step] = streams.words[pages]
-    table[place, RECORD + per_step :] = streams.masks[pages]
+    table[place, RECORD + per_step : RECORD + 2 * per_step] = streams.masks[pages]
+    rows = np.minimum(base[:, None] + np.arange(per_tile), len(streams.rows) - 1)
+    table[place, RECORD + 2 * per_step :] = streams.rows[rows]
     return table
 
 

@@ -203,9 +203,9 @@ def tile_streams(layout: AttentionLayout, group: int, bins: int) -> TileStreams:
     copies = span[narrow]
     run = np.repeat(narrow, copies)
     tile = first[run] + np.arange(len(run)) - np.repeat(np.cumsum(copies) - copies, copies)
-    order = np.argsort(tile, kind="stable")
-    run, tile = run[order], tile[order]
     low = np.maximum(runs.low[run], cuts[tile])
+    order = np.argsort(low, kind="stable")  # a node before those below it
+    run, tile, low = run[order], tile[order], low[order]
     high = np.minimum(runs.high[run], cuts[tile + 1])
     wide_run = np.flatnonzero(wide)
     return _lay_pages(

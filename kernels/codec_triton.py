@@ -73,8 +73,7 @@ def tree_kernel(
     q: tl.tensor,  # [rows, HEADS, DIM]
     k_pages: tl.tensor,  # [pages, PAGE, KV_HEADS, DIM]
     v_pages: tl.tensor,
-    rows: tl.tensor,  # the plan's tables; see codec_pieces
-    records: tl.tensor,
+    records: tl.tensor,  # the plan's tables; see codec_pieces
     words: tl.tensor,
     masks: tl.tensor,
     partial_out: tl.tensor,  # [KV_HEADS, partial_rows, DIM]
@@ -96,7 +95,7 @@ def tree_kernel(
 ) -> None:
     GROUP: tl.constexpr = HEADS // KV_HEADS
     PAGES: tl.constexpr = STEP_TOKENS // PAGE
-    SIZE: tl.constexpr = RECORD + 2 * PAGES
+    SIZE: tl.constexpr = RECORD + 2 * PAGES + TILE_ROWS // GROUP
     head = tl.program_id(0) % KV_HEADS  # the heads of one piece run together: they share DRAM pages
     piece = tl.program_id(0) // KV_HEADS
     row = tl.arange(0, TILE_ROWS)
@@ -106,7 +105,6 @@ def tree_kernel(
     slot = (token % PAGE) * (KV_HEADS * DIM) + head * DIM
     while piece >= 0:
         record = records + piece * SIZE
-        first_row = tl.load(record)
         live = tl.load(record + 1)
         steps = tl.load(record + 2)
         first = tl.load(record + 3)
@@ -117,7 +115,7 @@ def tree_kernel(
         piece = tl.load(record + 8)
         word = tl.load(record + RECORD + token // PAGE)
         mask = tl.load(record + RECORD + PAGES + page)
-        at = tl.load(rows + first_row + row // GROUP, mask=row < live, other=0)
+        at = tl.load(record + RECORD + 2 * PAGES + row // GROUP, mask=row < live, other=0)
         at = at.to(tl.int64) * HEADS + head * GROUP + row % GROUP
         tile = tl.load(
             q + at[:, None] * DIM + dim[None, :],
@@ -168,7 +166,7 @@ def merge_kernel(
     partial_out: tl.tensor,  # [KV_HEADS, partial_rows, DIM]
     partial_lse: tl.tensor,  # [KV_HEADS, partial_rows], base 2
     rows: tl.tensor,  # [rows] where each row goes
-    merge_count: tl.tensor,  # [rows] partial rows of each, -1: nothing to do
+    merge_count: tl.tensor,  # [rows] partial rows of each, -1: written by the tree kernel
     merge: tl.tensor,  # [rows, columns]
     out: tl.tensor,  # [rows, HEADS, DIM]
     lse: tl.tensor,  # [rows, HEADS], natural log
@@ -178,47 +176,44 @@ def merge_kernel(
     KV_HEADS: tl.constexpr,
     DIM: tl.constexpr,
     DIM_PAD: tl.constexpr,
-    HEADS_PAD: tl.constexpr,  # of one program: those of a KV head, padded, or one
+    OWN_HEADS: tl.constexpr,  # of one program: a KV head's, or one
     BLOCK: tl.constexpr,
 ) -> None:
+    """One warp a program. Only row vectors and scalars, so that nothing is exchanged between threads
+    and all loads of a block are in flight together."""
     GROUP: tl.constexpr = HEADS // KV_HEADS
-    OWN: tl.constexpr = 1 if HEADS_PAD == 1 else GROUP
     row = tl.program_id(1)
-    first_head = tl.program_id(0) * OWN
-    member = tl.arange(0, HEADS_PAD)
     dim = tl.arange(0, DIM_PAD)
-    count = tl.load(merge_count + row)
     entries = merge + row * columns
-    target = tl.load(rows + row).to(tl.int64) * HEADS + first_head + member
-    base = (first_head // GROUP).to(tl.int64) * partial_rows + first_head % GROUP
-    peak = tl.full([HEADS_PAD], NO_SCORE, tl.float32)
-    total = tl.zeros([HEADS_PAD], tl.float32)
-    acc = tl.zeros([HEADS_PAD, DIM_PAD], tl.float32)
-    for start in range(0, count, BLOCK):
-        # One partial at a time, so that all of an element's partials meet in one thread; unrolled, so
-        # that the loads of a block are in flight together.
-        for place in tl.static_range(BLOCK):
-            at = tl.load(entries + start + place, mask=start + place < columns, other=-1)
-            there = (at >= 0) & (member < OWN)
-            part_row = base + at + member
-            log = tl.load(partial_lse + part_row, mask=there, other=-float("inf"))
-            part = tl.load(
-                partial_out + part_row[:, None] * DIM + dim[None, :],
-                mask=there[:, None] & (dim < DIM)[None, :],
-                other=0.0,
-            ).to(tl.float32)
-            higher = tl.maximum(peak, log)
-            weight = tl.exp2(log - higher)
+    count = tl.load(merge_count + row)
+    target = tl.load(rows + row).to(tl.int64) * HEADS
+    for own in tl.static_range(OWN_HEADS):
+        head = tl.program_id(0) * OWN_HEADS + own
+        base = (head // GROUP).to(tl.int64) * partial_rows + head % GROUP
+        peak = NO_SCORE
+        total = 0.0
+        acc = tl.zeros([DIM_PAD], tl.float32)
+        for start in range(0, columns, BLOCK):
+            higher = peak
+            for place in tl.static_range(BLOCK):
+                at = tl.load(entries + start + place, mask=start + place < columns, other=-1)
+                log = tl.load(partial_lse + base + at, mask=at >= 0, other=-float("inf"))
+                higher = tl.maximum(higher, log)
             fade = tl.exp2(peak - higher)
-            acc = acc * fade[:, None] + part * weight[:, None]
-            total = total * fade + weight
+            acc = acc * fade
+            total = total * fade
+            for place in tl.static_range(BLOCK):
+                at = tl.load(entries + start + place, mask=start + place < columns, other=-1)
+                log = tl.load(partial_lse + base + at, mask=at >= 0, other=-float("inf"))
+                weight = tl.exp2(log - higher)
+                part = tl.load(
+                    partial_out + (base + at) * DIM + dim, mask=(at >= 0) & (dim < DIM), other=0.0
+                )
+                acc += part.to(tl.float32) * weight
+                total += weight
             peak = higher
-    if count >= 0:
-        result = acc * (1.0 / tl.maximum(total, 1e-30))[:, None]
-        log = tl.where(total > 0.0, (peak + tl.log2(tl.maximum(total, 1e-30))) * LN2, -float("inf"))
-        tl.store(
-            out + target[:, None] * DIM + dim[None, :],
-            result.to(out.dtype.element_ty),
-            (member < OWN)[:, None] & (dim < DIM)[None, :],
-        )
-        tl.store(lse + target, log, member < OWN)
+        if count >= 0:
+            result = acc * (1.0 / tl.maximum(total, 1e-30))
+            tl.store(out + (target + head) * DIM + dim, result.to(out.dtype.element_ty), dim < DIM)
+            log = (peak + tl.log2(tl.maximum(total, 1e-30))) * LN2
+            tl.store(lse + target + head, tl.where(total > 0.0, log, -float("inf")))

@@ -199,4 +199,4 @@ def test_wide_nodes_are_cut_alike_for_all_their_tiles() -> None:
     assert starts[0] == starts[1] == starts[2] == starts[3]
     assert piece_tokens(streams, pieces, PAGE)[root].sum() == 4 * 8192
     assert piece_tokens(streams, pieces, PAGE)[~root].sum() == 64 * 256
-    assert records(streams, pieces, 4, 33, 4).shape[1] == RECORD + 8
+    assert records(streams, pieces, 4, 33, 4).shape[1] == RECORD + 8 + 16

@@ -16,8 +16,7 @@ from stemserve.kernels.layout import AttentionLayout, HeadShape, int32
 from stemserve.kernels.strategy import Kernel, Phase, Work
 
 PAGE_SIZES = (8, 16, 32, 64)
-# Above this many partial results a row, a warp a row and head merges faster than one program a group.
-GROUPED_PARTIALS = 16
+MERGE_BLOCK = 8  # partial results that are loaded at once
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -148,9 +147,9 @@ class CodecDecode:
         self, plan: DecodePlan, q: Tensor, kv: LayerKV, target: AttentionState
     ) -> None:
         tables, numbers, shape = plan.tables, self.numbers, self.shape
-        scale = shape.scale * numbers.k_scale * LOG2E.value
+        scale, cap_scale = shape.scale * numbers.k_scale * LOG2E.value, 0.0
         if numbers.soft_cap:
-            scale *= 2 / numbers.soft_cap
+            scale, cap_scale = numbers.soft_cap * LOG2E.value, 2 * scale / numbers.soft_cap
         wide = self.padded_dim > 128 or numbers.dtype.itemsize > 2
         tree_kernel[(self.bins * shape.kv_heads,)](
             q,
@@ -165,7 +164,7 @@ class CodecDecode:
             target.lse,
             plan.partial_lse.shape[1],
             scale,
-            numbers.soft_cap * LOG2E.value,
+            cap_scale,
             numbers.v_scale,
             HEADS=shape.query_heads,
             KV_HEADS=shape.kv_heads,
@@ -181,8 +180,7 @@ class CodecDecode:
     def _merge(self, plan: DecodePlan, target: AttentionState) -> None:
         tables, shape = plan.tables, self.shape
         columns = tables.capacity.columns
-        heads = shape.group if columns <= GROUPED_PARTIALS else 1
-        merge_kernel[(shape.query_heads // heads, tables.capacity.rows)](
+        merge_kernel[(shape.query_heads, tables.capacity.rows)](
             plan.partial_out,
             plan.partial_lse,
             tables.rows,
@@ -196,8 +194,7 @@ class CodecDecode:
             KV_HEADS=shape.kv_heads,
             DIM=shape.head_dim,
             DIM_PAD=self.padded_dim,
-            OWN_HEADS=heads,
-            BLOCK=4 if columns <= GROUPED_PARTIALS else 16,
+            BLOCK=min(MERGE_BLOCK, triton.next_power_of_2(columns)),
             num_warps=1,
         )
 

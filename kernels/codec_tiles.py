@@ -16,7 +16,7 @@ from stemserve.kernels.layout import AttentionLayout, Int32
 TILE_ROWS = 64
 STEP_TOKENS = 64  # tokens of one step of the kernel's loop
 PAGE_BITS = 24  # of a page word: the page number; above it, how many of its tokens to load
-PARTLY = 1 << 24  # of the first mask word of a step: some page is not seen whole
+MASKED = 1 << 28  # of some mask word of a step: not every row sees every token
 CAUSAL = 1 << 23  # of a mask word: each row sees one token more than the row before
 
 
@@ -266,7 +266,13 @@ def _lay_pages(layout: AttentionLayout, runs: RowRuns, place: _Placement) -> Til
 
     base = place.cuts[place.region[wide:] - wide]
     low = np.concatenate([np.zeros(wide, np.int64), (place.low - base) * place.group])
-    high = np.concatenate([np.full(wide, TILE_ROWS), (place.high - base) * place.group])
+    # Rows that the tile does not have may see anything.
+    top = np.where(
+        place.high == place.cuts[place.region[wide:] - wide + 1],
+        TILE_ROWS,
+        (place.high - base) * place.group,
+    )
+    high = np.concatenate([np.full(wide, TILE_ROWS), top])
     size = int(region_step[-1] + 1) * per_step  # the kernel looks a step ahead
     words = np.zeros(size, np.int32)
     masks = np.zeros(size, np.int32)
@@ -283,7 +289,7 @@ def _lay_pages(layout: AttentionLayout, runs: RowRuns, place: _Placement) -> Til
     words[last] += (tokens - full).astype(np.int32) << PAGE_BITS
     seen = np.minimum(seen, full)
     masks[last] = low[partly] | high[partly] << 8 | seen << 16 | causal * CAUSAL
-    masks[last // per_step * per_step] |= PARTLY
+    masks[masks != (TILE_ROWS << 8 | full << 16)] |= MASKED
     return TileStreams(
         rows=runs.rows,
         cuts=place.cuts,

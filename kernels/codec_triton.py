@@ -11,11 +11,13 @@ import triton
 import triton.language as tl
 
 from stemserve.kernels.codec_pieces import RECORD as _RECORD
+from stemserve.kernels.codec_tiles import MASKED as _MASKED
 from stemserve.kernels.codec_tiles import PAGE_BITS as _PAGE_BITS
 from stemserve.kernels.codec_tiles import STEP_TOKENS as _STEP_TOKENS
 from stemserve.kernels.codec_tiles import TILE_ROWS as _TILE_ROWS
 
 RECORD = tl.constexpr(_RECORD)
+MASKED = tl.constexpr(_MASKED)
 PAGE_BITS = tl.constexpr(_PAGE_BITS)
 PAGE_MASK = tl.constexpr((1 << _PAGE_BITS) - 1)
 TILE_ROWS = tl.constexpr(_TILE_ROWS)
@@ -35,37 +37,19 @@ def _dot(a: tl.tensor, b: tl.tensor, acc: tl.tensor, WIDEN: tl.constexpr) -> tl.
 
 
 @triton.jit
-def _scores(
-    s: tl.tensor,  # [TILE_ROWS, STEP_TOKENS] q . k
+def _masked(
+    s: tl.tensor,  # [TILE_ROWS, pages a step, PAGE] scores
     mask: tl.tensor,  # [pages a step]
-    masks: tl.tensor,  # pointer to the step's masks
-    scale: tl.tensor,  # to base 2; with a soft cap, to units of the cap
-    cap: tl.tensor,
     GROUP: tl.constexpr,
     PAGE: tl.constexpr,
-    SOFT_CAP: tl.constexpr,
 ) -> tl.tensor:
-    """Scale, cap and mask: one bias a (row, page), and each token only where a page is partly seen."""
-    PAGES: tl.constexpr = STEP_TOKENS // PAGE
-    row = tl.arange(0, TILE_ROWS)
-    bias = tl.where(
-        (row[:, None] >= (mask & 255)[None, :]) & (row[:, None] < ((mask >> 8) & 255)[None, :]),
-        0.0,
-        -float("inf"),
-    )
-    if SOFT_CAP:
-        s = cap * (1.0 - 2.0 / (tl.exp2(s * scale) + 1.0))
-        s = tl.reshape(s, [TILE_ROWS, PAGES, PAGE]) + bias[:, :, None]
-    else:
-        s = tl.reshape(s, [TILE_ROWS, PAGES, PAGE]) * scale + bias[:, :, None]
-    s = tl.reshape(s, [TILE_ROWS, STEP_TOKENS])
-    if ((tl.load(masks) >> 24) & 1) != 0:
-        token = tl.arange(0, STEP_TOKENS)
-        word = tl.load(masks + token // PAGE)
-        more = row[:, None] // GROUP - ((word & 255) // GROUP)[None, :]
-        seen = ((word >> 16) & 127)[None, :] + more * ((word >> 23) & 1)[None, :]
-        s = tl.where((token % PAGE)[None, :] < seen, s, -float("inf"))
-    return s
+    """Of each page a row sees the first tokens, or none."""
+    row = tl.arange(0, TILE_ROWS)[:, None]
+    low = (mask & 255)[None, :]
+    inside = (row >= low) & (row < ((mask >> 8) & 255)[None, :])
+    causal = (row // GROUP - low // GROUP) * ((mask >> 23) & 1)[None, :]
+    seen = tl.where(inside, ((mask >> 16) & 127)[None, :] + causal, 0)
+    return tl.where(tl.arange(0, PAGE)[None, None, :] < seen[:, :, None], s, -float("inf"))
 
 
 @triton.jit(do_not_specialize=["partial_rows"])
@@ -81,8 +65,8 @@ def tree_kernel(
     out: tl.tensor,  # [rows, HEADS, DIM]
     lse: tl.tensor,  # [rows, HEADS], natural log
     partial_rows: tl.tensor,
-    scale: tl.tensor,
-    cap: tl.tensor,
+    scale: tl.tensor,  # positive, to base 2; of a capped score, to base 2
+    cap_scale: tl.tensor,  # with a soft cap: from q . k to twice the argument of tanh, to base 2
     v_scale: tl.tensor,
     HEADS: tl.constexpr,
     KV_HEADS: tl.constexpr,
@@ -102,7 +86,10 @@ def tree_kernel(
     dim = tl.arange(0, DIM_PAD)
     token = tl.arange(0, STEP_TOKENS)
     page = tl.arange(0, PAGES)
-    slot = (token % PAGE) * (KV_HEADS * DIM) + head * DIM
+    vector = (token % PAGE) * KV_HEADS + head
+    whole = (token % PAGE + 1) << PAGE_BITS  # the least word of a page whose token is to be loaded
+    k_dims = k_pages + dim
+    v_dims = v_pages + dim
     while piece >= 0:
         record = records + piece * SIZE
         live = tl.load(record + 1)
@@ -130,26 +117,33 @@ def tree_kernel(
         for step in tl.range(0, steps, num_stages=STAGES):
             # Page words travel as loop variables: loaded in the step that uses them they would take
             # the pipeline's stages, and carried over two steps they would stop the pipelining.
-            number = (word & PAGE_MASK).to(tl.int64)
-            place = (number * (PAGE * KV_HEADS * DIM) + slot)[:, None] + dim[None, :]
-            loaded = (token % PAGE < (word >> PAGE_BITS))[:, None] & (dim < DIM)[None, :]
+            place = ((word & PAGE_MASK) * (PAGE * KV_HEADS) + vector).to(tl.int64) * DIM
+            loaded = (word >= whole)[:, None]
+            if DIM != DIM_PAD:
+                loaded = loaded & (dim < DIM)[None, :]
             seen_by = mask
             word = tl.load(step_words + (step + 1) * PAGES)
             mask = tl.load(step_masks + (step + 1) * PAGES + page)
-            k = tl.load(k_pages + place, mask=loaded, other=0.0)
-            v = tl.load(v_pages + place, mask=loaded, other=0.0)
+            k = tl.load(k_dims[None, :] + place[:, None], mask=loaded, other=0.0)
+            v = tl.load(v_dims[None, :] + place[:, None], mask=loaded, other=0.0)
             s = tl.zeros([TILE_ROWS, STEP_TOKENS], tl.float32)
             s = _dot(tile, tl.trans(k.to(tile.dtype)), s, WIDEN)
-            s = _scores(s, seen_by, step_masks + step * PAGES, scale, cap, GROUP, PAGE, SOFT_CAP)
+            if SOFT_CAP:
+                s = 1.0 - 2.0 / (tl.exp2(s * cap_scale) + 1.0)
+            s = tl.reshape(s, [TILE_ROWS, PAGES, PAGE])
+            if tl.max(seen_by, 0) >= MASKED:
+                s = _masked(s, seen_by, GROUP, PAGE)
+            s = tl.reshape(s, [TILE_ROWS, STEP_TOKENS])
             higher = tl.maximum(peak, tl.max(s, 1))
-            fade = tl.exp2(peak - higher)
-            p = tl.exp2(s - higher[:, None])
+            fade = tl.exp2((peak - higher) * scale)
+            p = tl.exp2(s * scale - (higher * scale)[:, None])
             total = total * fade + tl.sum(p, 1)
             acc = _dot(p.to(tile.dtype), v.to(tile.dtype), acc * fade[:, None], WIDEN)
             peak = higher
         result = acc * (v_scale / tl.maximum(total, 1e-30))[:, None]
         own = (row >= low) & (row < high)
-        log = tl.where(total > 0.0, peak + tl.log2(tl.maximum(total, 1e-30)), -float("inf"))
+        log = peak * scale + tl.log2(tl.maximum(total, 1e-30))
+        log = tl.where(total > 0.0, log, -float("inf"))
         wide = own[:, None] & (dim < DIM)[None, :]
         if direct != 0:
             tl.store(out + at[:, None] * DIM + dim[None, :], result.to(out.dtype.element_ty), wide)
@@ -176,44 +170,45 @@ def merge_kernel(
     KV_HEADS: tl.constexpr,
     DIM: tl.constexpr,
     DIM_PAD: tl.constexpr,
-    OWN_HEADS: tl.constexpr,  # of one program: a KV head's, or one
     BLOCK: tl.constexpr,
 ) -> None:
-    """One warp a program. Only row vectors and scalars, so that nothing is exchanged between threads
-    and all loads of a block are in flight together."""
+    """One warp a program. Only row vectors and scalars, so that nothing is exchanged between threads;
+    a block's loads are all issued before its first use."""
     GROUP: tl.constexpr = HEADS // KV_HEADS
     row = tl.program_id(1)
+    head = tl.program_id(0)
     dim = tl.arange(0, DIM_PAD)
     entries = merge + row * columns
+    base = (head // GROUP).to(tl.int64) * partial_rows + head % GROUP
     count = tl.load(merge_count + row)
-    target = tl.load(rows + row).to(tl.int64) * HEADS
-    for own in tl.static_range(OWN_HEADS):
-        head = tl.program_id(0) * OWN_HEADS + own
-        base = (head // GROUP).to(tl.int64) * partial_rows + head % GROUP
-        peak = NO_SCORE
-        total = 0.0
-        acc = tl.zeros([DIM_PAD], tl.float32)
-        for start in range(0, columns, BLOCK):
-            higher = peak
-            for place in tl.static_range(BLOCK):
-                at = tl.load(entries + start + place, mask=start + place < columns, other=-1)
-                log = tl.load(partial_lse + base + at, mask=at >= 0, other=-float("inf"))
-                higher = tl.maximum(higher, log)
-            fade = tl.exp2(peak - higher)
-            acc = acc * fade
-            total = total * fade
-            for place in tl.static_range(BLOCK):
-                at = tl.load(entries + start + place, mask=start + place < columns, other=-1)
-                log = tl.load(partial_lse + base + at, mask=at >= 0, other=-float("inf"))
-                weight = tl.exp2(log - higher)
-                part = tl.load(
-                    partial_out + (base + at) * DIM + dim, mask=(at >= 0) & (dim < DIM), other=0.0
-                )
-                acc += part.to(tl.float32) * weight
-                total += weight
-            peak = higher
-        if count >= 0:
-            result = acc * (1.0 / tl.maximum(total, 1e-30))
-            tl.store(out + (target + head) * DIM + dim, result.to(out.dtype.element_ty), dim < DIM)
-            log = (peak + tl.log2(tl.maximum(total, 1e-30))) * LN2
-            tl.store(lse + target + head, tl.where(total > 0.0, log, -float("inf")))
+    target = tl.load(rows + row).to(tl.int64) * HEADS + head
+    peak = NO_SCORE
+    total = 0.0
+    acc = tl.zeros([DIM_PAD], tl.float32)
+    for start in range(0, columns, BLOCK):
+        logs = ()
+        parts = ()
+        for place in tl.static_range(BLOCK):
+            at = tl.load(entries + start + place, mask=start + place < columns, other=-1)
+            log = tl.load(partial_lse + base + at, mask=at >= 0, other=-float("inf"))
+            part = tl.load(
+                partial_out + (base + at) * DIM + dim, mask=(at >= 0) & (dim < DIM), other=0.0
+            )
+            logs = logs + (log,)
+            parts = parts + (part,)
+        higher = peak
+        for place in tl.static_range(BLOCK):
+            higher = tl.maximum(higher, logs[place])
+        fade = tl.exp2(peak - higher)
+        acc = acc * fade
+        total = total * fade
+        for place in tl.static_range(BLOCK):
+            weight = tl.exp2(logs[place] - higher)
+            acc += parts[place].to(tl.float32) * weight
+            total += weight
+        peak = higher
+    if count >= 0:
+        result = acc * (1.0 / tl.maximum(total, 1e-30))
+        tl.store(out + target * DIM + dim, result.to(out.dtype.element_ty), dim < DIM)
+        log = (peak + tl.log2(tl.maximum(total, 1e-30))) * LN2
+        tl.store(lse + target, tl.where(total > 0.0, log, -float("inf")))

@@ -7,8 +7,8 @@ from numpy.typing import NDArray
 from stemserve.kernels.codec_pieces import RECORD, Pieces, divide, piece_tokens, records
 from stemserve.kernels.codec_tiles import (
     CAUSAL,
+    MASKED,
     PAGE_BITS,
-    PARTLY,
     STEP_TOKENS,
     TILE_ROWS,
     TileStreams,
@@ -102,10 +102,12 @@ def emulate(
                 word, mask = int(streams.words[at]), int(streams.masks[at])
                 number, loaded = word & ((1 << PAGE_BITS) - 1), word >> PAGE_BITS
                 a, b, whole = mask & 255, mask >> 8 & 255, mask >> 16 & 127
-                partly = int(streams.masks[at // per_step * per_step]) & PARTLY
+                begin = at // per_step * per_step
+                masked = int(streams.masks[begin : begin + per_step].max()) >= MASKED
+                a, b = (a, b) if masked else (0, TILE_ROWS)
                 for row in range(a, min(b, rows)):
                     more = row // group - a // group if mask & CAUSAL else 0
-                    tokens = min(page, whole + more) if partly else page
+                    tokens = min(page, whole + more) if masked else page
                     assert tokens <= loaded
                     seen[row] += range(number * page, number * page + tokens)
             for row in range(low, high):

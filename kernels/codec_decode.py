@@ -16,7 +16,15 @@ from stemserve.kernels.layout import AttentionLayout, HeadShape, int32
 from stemserve.kernels.strategy import Kernel, Phase, Work
 
 PAGE_SIZES = (8, 16, 32, 64)
-MERGE_BLOCK = 8  # partial results that are loaded at once
+
+
+def merge_block(outputs: int, columns: int, group: int) -> tuple[int, int]:
+    """Heads of a program of the merge, and partial results that it loads at once (H200)."""
+    if columns <= 4 and group <= 8:
+        return group, columns
+    if outputs <= 1024 or group % 2:
+        return 1, min(32, triton.next_power_of_2(columns))
+    return 2, 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -179,8 +187,9 @@ class CodecDecode:
 
     def _merge(self, plan: DecodePlan, target: AttentionState) -> None:
         tables, shape = plan.tables, self.shape
-        columns = tables.capacity.columns
-        merge_kernel[(shape.query_heads, tables.capacity.rows)](
+        columns, rows = tables.capacity.columns, tables.capacity.rows
+        heads, block = merge_block(rows * shape.query_heads, columns, shape.group)
+        merge_kernel[(shape.query_heads // heads, rows)](
             plan.partial_out,
             plan.partial_lse,
             tables.rows,
@@ -194,7 +203,8 @@ class CodecDecode:
             KV_HEADS=shape.kv_heads,
             DIM=shape.head_dim,
             DIM_PAD=self.padded_dim,
-            BLOCK=min(MERGE_BLOCK, triton.next_power_of_2(columns)),
+            OWN_HEADS=heads,
+            BLOCK=block,
             num_warps=1,
         )
 

@@ -1,5 +1,6 @@
 """Division of tile streams into equal pieces, one list of pieces a CTA, and the merge of their results."""
 
+import heapq
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -9,8 +10,10 @@ from numpy.typing import NDArray
 from stemserve.kernels.codec_tiles import PAGE_BITS, STEP_TOKENS, TILE_ROWS, TileStreams
 from stemserve.kernels.layout import Int32
 
-PIECE_STEPS = 0.3  # what a piece costs beside its steps, in steps (H200)
+PIECE_STEPS = 2.0  # what a piece costs beside its steps, in steps (H200)
 SLACK_STEPS = 0.7  # by which a bin may exceed the mean with further pieces' costs
+MERGE_STEPS = 2.0  # what a merge costs, and for each MERGE_ROWS rows
+MERGE_ROWS = 512  # rows times group
 RECORD = 16  # fields of a piece record before its first pages; see `records`
 
 
@@ -73,7 +76,19 @@ def _cut_streams(streams: list[int], room: list[tuple[float, int]]) -> list[Cut]
     return pieces
 
 
-def _share(wide: Wide, streams: list[int], bins: int) -> tuple[list[Cut], list[Cut]]:
+def _whole_tiles(streams: list[int], bins: int) -> tuple[list[Cut], float]:
+    """Longest first, each tile to the emptiest bin; the pieces and the cost of the fullest bin."""
+    heap = [(0.0, owner) for owner in range(bins)]
+    pieces: list[Cut] = []
+    for tile in sorted(range(len(streams)), key=lambda tile: -streams[tile]):
+        if streams[tile]:
+            load, owner = heapq.heappop(heap)
+            pieces.append((owner, tile, 0, streams[tile]))
+            heapq.heappush(heap, (load + streams[tile] + PIECE_STEPS, owner))
+    return pieces, max(load for load, _ in heap) - PIECE_STEPS
+
+
+def _even_pieces(wide: Wide, streams: list[int], bins: int) -> tuple[list[Cut], list[Cut]]:
     """Pieces of the wide regions and of the streams, such that the fullest bin holds least."""
     total = sum(streams) + sum(steps * tiles for steps, tiles in wide)
     most = max(2, -(-total // bins))
@@ -87,7 +102,22 @@ def _share(wide: Wide, streams: list[int], bins: int) -> tuple[list[Cut], list[C
             of_streams = _cut_streams(streams, [entry for entry in room if entry[0] >= 1])
             if free >= 0 and of_streams is not None:
                 return of_wide, of_streams
-        most += 1 + most // 64
+        most += 1 + most // 256
+
+
+def _share(
+    wide: Wide, streams: list[int], rows: int, bins: int
+) -> tuple[list[Cut], list[Cut]]:
+    """Even pieces, or whole tiles where the merge that they save is worth their uneven loads."""
+    of_wide, of_streams = _even_pieces(wide, streams, bins)
+    if wide or 5 * len(streams) < 3 * bins:
+        return of_wide, of_streams
+    load = [-PIECE_STEPS] * bins
+    for owner, _, _, steps in of_streams:
+        load[owner] += steps + PIECE_STEPS
+    whole, cost = _whole_tiles(streams, bins)
+    even_cost = max(load) + MERGE_STEPS * (1 + rows / MERGE_ROWS)
+    return [], whole if cost <= even_cost else of_streams
 
 
 def _row_ranges(
@@ -114,7 +144,7 @@ def divide(streams: TileStreams, group: int, page_size: int, bins: int) -> Piece
     first_tile = np.searchsorted(streams.cuts, streams.wide_low, "right") - 1
     copies = np.searchsorted(streams.cuts, streams.wide_high, "left") - first_tile
     wide = list(zip(region_steps[:narrow], copies.tolist(), strict=True))
-    of_wide, of_streams = _share(wide, region_steps[narrow:], bins)
+    of_wide, of_streams = _share(wide, region_steps[narrow:], len(streams.rows) * group, bins)
 
     owner, tile, start, steps = np.array(of_streams, np.int32).reshape(-1, 4).T
     first = streams.region_step[narrow + tile] + start

@@ -226,10 +226,15 @@ def tile_streams(layout: AttentionLayout, group: int, bins: int) -> TileStreams:
 def _wide_runs(
     runs: RowRuns, span: NDArray[np.integer], page_size: int, bins: int
 ) -> NDArray[np.bool_]:
-    """Runs of several tiles that are long enough to be cut alike for all of them."""
+    """Runs of several tiles that are long enough to be cut alike for all of them.
+
+    Shorter ones stay in the L2 cache until the last tile has read them. Two CTAs an SM are 2 * SMs /
+    KV heads bins, so 2 * bins steps are about 16 MB over all KV heads on any device of 132 SMs.
+    """
     steps = runs.pages * (page_size / STEP_TOKENS)
     share = float((steps * span).sum()) / bins
-    wide = (span > 1) & (steps > 0.5 * share) & (2 * span <= bins) & (runs.causal == 0)
+    long = steps > max(0.5 * share, 2.0 * bins)
+    wide = (span > 1) & long & (2 * span <= bins) & (runs.causal == 0)
     candidates = np.flatnonzero(wide)
     if len(candidates) > 1:  # a CTA each at least, the largest first
         candidates = candidates[np.argsort(-(steps * span)[candidates], kind="stable")]

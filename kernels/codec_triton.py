@@ -170,45 +170,63 @@ def merge_kernel(
     KV_HEADS: tl.constexpr,
     DIM: tl.constexpr,
     DIM_PAD: tl.constexpr,
+    OWN_HEADS: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
-    """One warp a program. Only row vectors and scalars, so that nothing is exchanged between threads;
-    a block's loads are all issued before its first use."""
+    """One warp a program, for one head or all of a KV head. Only row vectors and scalars, so that
+    nothing is exchanged between threads; a block's loads are all issued before its first use."""
     GROUP: tl.constexpr = HEADS // KV_HEADS
     row = tl.program_id(1)
-    head = tl.program_id(0)
+    head = tl.program_id(0) * OWN_HEADS
     dim = tl.arange(0, DIM_PAD)
     entries = merge + row * columns
     base = (head // GROUP).to(tl.int64) * partial_rows + head % GROUP
     count = tl.load(merge_count + row)
     target = tl.load(rows + row).to(tl.int64) * HEADS + head
-    peak = NO_SCORE
-    total = 0.0
-    acc = tl.zeros([DIM_PAD], tl.float32)
+    peaks = ()
+    totals = ()
+    accs = ()
+    for own in tl.static_range(OWN_HEADS):
+        peaks = peaks + (tl.full([], NO_SCORE, tl.float32),)
+        totals = totals + (tl.full([], 0.0, tl.float32),)
+        accs = accs + (tl.zeros([DIM_PAD], tl.float32),)
     for start in range(0, columns, BLOCK):
         logs = ()
         parts = ()
         for place in tl.static_range(BLOCK):
             at = tl.load(entries + start + place, mask=start + place < columns, other=-1)
-            log = tl.load(partial_lse + base + at, mask=at >= 0, other=-float("inf"))
-            part = tl.load(
-                partial_out + (base + at) * DIM + dim, mask=(at >= 0) & (dim < DIM), other=0.0
-            )
-            logs = logs + (log,)
-            parts = parts + (part,)
-        higher = peak
-        for place in tl.static_range(BLOCK):
-            higher = tl.maximum(higher, logs[place])
-        fade = tl.exp2(peak - higher)
-        acc = acc * fade
-        total = total * fade
-        for place in tl.static_range(BLOCK):
-            weight = tl.exp2(logs[place] - higher)
-            acc += parts[place].to(tl.float32) * weight
-            total += weight
-        peak = higher
+            for own in tl.static_range(OWN_HEADS):
+                part_row = base + own + at
+                log = tl.load(partial_lse + part_row, mask=at >= 0, other=-float("inf"))
+                part = tl.load(
+                    partial_out + part_row * DIM + dim, mask=(at >= 0) & (dim < DIM), other=0.0
+                )
+                logs = logs + (log,)
+                parts = parts + (part,)
+        new_peaks = ()
+        new_totals = ()
+        new_accs = ()
+        for own in tl.static_range(OWN_HEADS):
+            higher = peaks[own]
+            for place in tl.static_range(BLOCK):
+                higher = tl.maximum(higher, logs[place * OWN_HEADS + own])
+            fade = tl.exp2(peaks[own] - higher)
+            total = totals[own] * fade
+            acc = accs[own] * fade
+            for place in tl.static_range(BLOCK):
+                weight = tl.exp2(logs[place * OWN_HEADS + own] - higher)
+                acc += parts[place * OWN_HEADS + own].to(tl.float32) * weight
+                total += weight
+            new_peaks = new_peaks + (higher,)
+            new_totals = new_totals + (total,)
+            new_accs = new_accs + (acc,)
+        peaks = new_peaks
+        totals = new_totals
+        accs = new_accs
     if count >= 0:
-        result = acc * (1.0 / tl.maximum(total, 1e-30))
-        tl.store(out + target * DIM + dim, result.to(out.dtype.element_ty), dim < DIM)
-        log = (peak + tl.log2(tl.maximum(total, 1e-30))) * LN2
-        tl.store(lse + target, tl.where(total > 0.0, log, -float("inf")))
+        for own in tl.static_range(OWN_HEADS):
+            total = tl.maximum(totals[own], 1e-30)
+            result = (accs[own] * (1.0 / total)).to(out.dtype.element_ty)
+            tl.store(out + (target + own) * DIM + dim, result, dim < DIM)
+            log = tl.where(totals[own] > 0.0, (peaks[own] + tl.log2(total)) * LN2, -float("inf"))
+            tl.store(lse + target + own, log)

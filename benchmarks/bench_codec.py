@@ -2,10 +2,10 @@
 
     python benchmarks/bench_codec.py [--peers] [--trees trees.json] [--out results.json]
 
-Without --trees: the eleven trees of the first table. Each number is the median of CUDA-graph replays,
-engines taking turns. `replay`: one call a graph, warm L2. `cold`: a call inside a graph that walks over
-several KV sets, as a model's layers do. Every engine reads the same shared pages.
-Peers: FlashInfer (paged decode; cascade, backend fa2) and, with --fa3 FILE, a build of FlashAttention 3.
+Without --trees: the eleven trees of the first table. Each number is the median of CUDA-graph
+replays, engines taking turns. `replay`: one call a graph, warm L2. `cold`: a call inside a graph
+that walks over several KV sets, as a model's layers do. Every engine reads the same shared pages.
+Peers: FlashInfer (paged decode; cascade, backend fa2), and with --fa3 FILE a FlashAttention 3.
 """
 
 import argparse
@@ -103,9 +103,7 @@ def case_of(name: str, nodes: Nodes, heads: tuple[int, int, int]) -> Case:
         segment_is_item=np.zeros(len(leaves), np.bool_),
     )
     query_heads, kv_heads, dim = heads
-    shape = HeadShape(
-        query_heads=query_heads, kv_heads=kv_heads, head_dim=dim, scale=dim**-0.5
-    )
+    shape = HeadShape(query_heads=query_heads, kv_heads=kv_heads, head_dim=dim, scale=dim**-0.5)
     return Case(name=name, nodes=nodes, shape=shape, layout=layout)
 
 
@@ -367,7 +365,9 @@ def main() -> None:
             else f"{name} failed"
             for name in engines
         ]
-        ratio = [row["codec"].get(kind, math.nan) / case.floor_us for kind in ("replay_us", "cold_us")]
+        ratio = [
+            row["codec"].get(kind, math.nan) / case.floor_us for kind in ("replay_us", "cold_us")
+        ]
         print(
             f"{case.name[:44]:44s} floor {case.floor_us:6.1f} x{ratio[0]:.3f}/{ratio[1]:.3f}"
             f" err {row['codec'].get('error', math.nan):.1e} plan {row['plan_ms']:.2f} | "

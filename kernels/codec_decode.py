@@ -69,6 +69,7 @@ class CodecDecode:
 
     kernel = Kernel.CODEC
     phase = Phase.DECODE
+    prefetch = True
 
     def __init__(
         self, shape: HeadShape, device: torch.device, numbers: DecodeNumbers, processors: int = 0
@@ -151,9 +152,7 @@ class CodecDecode:
         if plan.merges:
             self._merge(plan, target)
 
-    def _read_tree(
-        self, plan: DecodePlan, q: Tensor, kv: LayerKV, target: AttentionState
-    ) -> None:
+    def _read_tree(self, plan: DecodePlan, q: Tensor, kv: LayerKV, target: AttentionState) -> None:
         tables, numbers, shape = plan.tables, self.numbers, self.shape
         scale, cap_scale = shape.scale * numbers.k_scale * LOG2E.value, 0.0
         if numbers.soft_cap:
@@ -182,6 +181,7 @@ class CodecDecode:
             STAGES=2 if wide else 3,
             SOFT_CAP=numbers.soft_cap > 0,
             WIDEN=numbers.dtype == torch.float32 or q.device.type == "cpu",
+            PREFETCH=self.prefetch and q.device.type == "cuda",
             num_warps=8 if wide else 4,
         )
 
@@ -210,7 +210,7 @@ class CodecDecode:
 
 
 def _tail_refusal(layout: AttentionLayout) -> str | None:
-    """Several rows a segment: they must be the last tokens of a node that no other segment reads."""
+    """Several rows a segment must be the last tokens of a node that no other segment reads."""
     rows = layout.segment_rows
     several = rows > 1
     if not several.any():

@@ -1,4 +1,4 @@
-"""Division of tile streams into equal pieces, one list of pieces a CTA, and the merge of their results."""
+"""Division of the tiles' streams into pieces for the CTAs, and the merge of their results."""
 
 import heapq
 from dataclasses import dataclass
@@ -105,9 +105,7 @@ def _even_pieces(wide: Wide, streams: list[int], bins: int) -> tuple[list[Cut], 
         most += 1 + most // 256
 
 
-def _share(
-    wide: Wide, streams: list[int], rows: int, bins: int
-) -> tuple[list[Cut], list[Cut]]:
+def _share(wide: Wide, streams: list[int], rows: int, bins: int) -> tuple[list[Cut], list[Cut]]:
     """Even pieces, or whole tiles where the merge that they save is worth their uneven loads."""
     of_wide, of_streams = _even_pieces(wide, streams, bins)
     if wide or 5 * len(streams) < 3 * bins:
@@ -217,7 +215,7 @@ def records(streams: TileStreams, pieces: Pieces, group: int, bins: int, per_ste
     head = np.ones(len(pieces.bin), np.bool_)
     head[1:] = pieces.bin[1:] != pieces.bin[:-1]
     place = np.where(head, pieces.bin, bins - 1 + np.cumsum(~head))
-    per_tile = TILE_ROWS // group
+    per_tile = -(-TILE_ROWS // group)
     size = (bins + int((~head).sum()), RECORD + 2 * per_step + per_tile)
     table = np.zeros(size, np.int32)
     table[:, 8] = -1

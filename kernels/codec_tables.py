@@ -1,4 +1,4 @@
-"""The device tables of a tree-decode plan: one buffer, one copy, and small writes while leaves grow."""
+"""The device tables of a tree-decode plan: one buffer, one copy, small writes as leaves grow."""
 
 from dataclasses import dataclass, field
 
@@ -117,9 +117,7 @@ class DeviceTables:
 
     def fill(self, host: HostTables) -> None:
         """Copy the tables of a plan that fits; the copy is ordered on the current stream."""
-        staged = torch.empty(
-            len(self.buffer), dtype=torch.int32, pin_memory=self.buffer.is_cuda
-        )
+        staged = torch.empty(len(self.buffer), dtype=torch.int32, pin_memory=self.buffer.is_cuda)
         flat = staged.numpy()
         sizes = _section_sizes(self.capacity, host.records.shape[1])
         starts = np.cumsum([0, *sizes[:-1]]).tolist()

@@ -1,9 +1,9 @@
 """Tiles of query rows over a prefix forest, and the stream of pages that each tile reads.
 
-Rows are taken in depth-first order, so that the rows below a node are consecutive. Rows times query
-heads of one KV head are packed into tiles of 64 rows. A tile streams the pages of all nodes that its
-rows descend from; a page carries the range of rows that may see it. A long node of several tiles
-gets a region of its own, which all of these tiles read.
+Rows are taken in depth-first order, so that the rows below a node are consecutive. Rows times
+query heads of one KV head are packed into tiles of 64 rows. A tile streams the pages of all nodes
+that its rows descend from; a page carries the range of rows that may see it. A long node of several
+tiles gets a region of its own, which all of these tiles read.
 """
 
 from dataclasses import dataclass
@@ -228,8 +228,8 @@ def _wide_runs(
 ) -> NDArray[np.bool_]:
     """Runs of several tiles that are long enough to be cut alike for all of them.
 
-    Shorter ones stay in the L2 cache until the last tile has read them. Two CTAs an SM are 2 * SMs /
-    KV heads bins, so 2 * bins steps are about 16 MB over all KV heads on any device of 132 SMs.
+    Shorter ones stay in the L2 cache until the last tile has read them: with two CTAs an SM,
+    2 * bins steps are about 16 MB over all KV heads, for any number of these.
     """
     steps = runs.pages * (page_size / STEP_TOKENS)
     share = float((steps * span).sum()) / bins

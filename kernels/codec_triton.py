@@ -1,11 +1,10 @@
-"""Tree decode in Triton: one kernel over the pieces of a plan, one that merges their partial results.
+"""Tree decode in Triton: a kernel over the pieces of a plan, and the merge of partial results.
 
-A CTA (one KV head, one bin) walks its pieces. A piece holds 64 rows (query row times query head of the
-KV head) against a stream of pages; each page carries the range of rows that may see it. A piece whose
-rows are in no other piece writes the result; the others write softmax-normalised partial results with
-their base-2 log-sum-exp, and the merge adds them up in the plan's order.
+A CTA (one KV head, one bin) walks its pieces. A piece holds 64 rows (query row times query head of
+the KV head) against a stream of pages; each page carries the range of rows that may see it. A piece
+whose rows are in no other piece writes the result; the others write softmax-normalised partial
+results with their base-2 log-sum-exp, and the merge adds them up in the plan's order.
 """
-
 
 import triton
 import triton.language as tl
@@ -34,6 +33,29 @@ def _dot(a: tl.tensor, b: tl.tensor, acc: tl.tensor, WIDEN: tl.constexpr) -> tl.
     else:
         acc = tl.dot(a, b, acc)
     return acc
+
+
+@triton.jit
+def _prefetch(
+    k_pages: tl.tensor,
+    v_pages: tl.tensor,
+    place: tl.tensor,  # [STEP_TOKENS] vectors of DIM numbers
+    DIM: tl.constexpr,
+) -> None:
+    """Ask the L2 cache for a step's keys and values, in lines of 128 bytes."""
+    LINE: tl.constexpr = 1024 // k_pages.dtype.element_ty.primitive_bitwidth
+    for start in tl.static_range(0, DIM, LINE):
+        offset = place.to(tl.int64) * DIM + start
+        for pages in tl.static_range(2):
+            address = (k_pages if pages == 0 else v_pages) + offset
+            tl.inline_asm_elementwise(
+                "prefetch.global.L2 [$1]; mov.b32 $0, 0;",
+                "=r,l",
+                [address],
+                dtype=tl.int32,
+                is_pure=False,
+                pack=1,
+            )
 
 
 @triton.jit
@@ -76,10 +98,11 @@ def tree_kernel(
     STAGES: tl.constexpr,
     SOFT_CAP: tl.constexpr,
     WIDEN: tl.constexpr,
+    PREFETCH: tl.constexpr,
 ) -> None:
     GROUP: tl.constexpr = HEADS // KV_HEADS
     PAGES: tl.constexpr = STEP_TOKENS // PAGE
-    SIZE: tl.constexpr = RECORD + 2 * PAGES + TILE_ROWS // GROUP
+    SIZE: tl.constexpr = RECORD + 2 * PAGES + (TILE_ROWS + GROUP - 1) // GROUP
     head = tl.program_id(0) % KV_HEADS  # the heads of one piece run together: they share DRAM pages
     piece = tl.program_id(0) // KV_HEADS
     row = tl.arange(0, TILE_ROWS)
@@ -92,7 +115,6 @@ def tree_kernel(
     v_dims = v_pages + dim
     while piece >= 0:
         record = records + piece * SIZE
-        live = tl.load(record + 1)
         steps = tl.load(record + 2)
         first = tl.load(record + 3)
         partial = tl.load(record + 4) + head * partial_rows
@@ -102,13 +124,12 @@ def tree_kernel(
         piece = tl.load(record + 8)
         word = tl.load(record + RECORD + token // PAGE)
         mask = tl.load(record + RECORD + PAGES + page)
-        at = tl.load(record + RECORD + 2 * PAGES + row // GROUP, mask=row < live, other=0)
-        at = at.to(tl.int64) * HEADS + head * GROUP + row % GROUP
-        tile = tl.load(
-            q + at[:, None] * DIM + dim[None, :],
-            mask=(row < live)[:, None] & (dim < DIM)[None, :],
-            other=0.0,
-        )
+        # Rows that the tile does not have repeat others: a mask would cost a dependent load.
+        at = tl.load(record + RECORD + 2 * PAGES + row // GROUP).to(tl.int64)
+        at = at * HEADS + head * GROUP + row % GROUP
+        if PREFETCH:  # the loop's first loads wait until q is in shared memory
+            _prefetch(k_pages, v_pages, (word & PAGE_MASK) * (PAGE * KV_HEADS) + vector, DIM)
+        tile = tl.load(q + at[:, None] * DIM + dim[None, :], mask=(dim < DIM)[None, :], other=0.0)
         peak = tl.full([TILE_ROWS], NO_SCORE, tl.float32)
         total = tl.zeros([TILE_ROWS], tl.float32)
         acc = tl.zeros([TILE_ROWS, DIM_PAD], tl.float32)
@@ -186,7 +207,7 @@ def merge_kernel(
     peaks = ()
     totals = ()
     accs = ()
-    for own in tl.static_range(OWN_HEADS):
+    for _own in tl.static_range(OWN_HEADS):
         peaks = peaks + (tl.full([], NO_SCORE, tl.float32),)
         totals = totals + (tl.full([], 0.0, tl.float32),)
         accs = accs + (tl.zeros([DIM_PAD], tl.float32),)

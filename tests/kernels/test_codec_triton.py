@@ -13,9 +13,9 @@ if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # read when triton is first imported
 pytest.importorskip("triton")
 
-from stemserve.kernels.attention_state import AttentionState, LayerKV  # noqa: E402
-from stemserve.kernels.codec_decode import CodecDecode, DecodeNumbers, DecodePlan  # noqa: E402
-from stemserve.kernels.layout import AttentionLayout, HeadShape, int32  # noqa: E402
+from stemserve.kernels.attention_state import AttentionState, LayerKV
+from stemserve.kernels.codec_decode import CodecDecode, DecodeNumbers, DecodePlan
+from stemserve.kernels.layout import AttentionLayout, HeadShape, int32
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 PAGE = 16
@@ -66,30 +66,36 @@ def random_kv(layout: AttentionLayout, shape: HeadShape, dtype: torch.dtype) -> 
     return LayerKV(poisoned(), poisoned(), rows, rows)
 
 
+def chain_slots(layout: AttentionLayout, segment: int) -> torch.Tensor:
+    slots = [
+        layout.pages(node)[tokens // layout.page_size].astype(np.int64) * layout.page_size
+        + tokens % layout.page_size
+        for node in layout.chain(int(layout.segment_node[segment]))
+        for tokens in [np.arange(int(layout.node_tokens[node]))]
+    ]
+    return torch.from_numpy(np.concatenate([np.empty(0, np.int64), *slots])).to(DEVICE)
+
+
 def expected(
     layout: AttentionLayout, q: torch.Tensor, kv: LayerKV, shape: HeadShape, cap: float = 0.0
 ) -> AttentionState:
+    """Each row by itself, in float64."""
     outs: list[torch.Tensor] = []
     lses: list[torch.Tensor] = []
-    k_pages, v_pages = kv.k_pages.cpu().double(), kv.v_pages.cpu().double()
     for segment in range(layout.num_segments):
-        slots = [
-            int(page) * layout.page_size + token % layout.page_size
-            for node in layout.chain(int(layout.segment_node[segment]))
-            for token in range(int(layout.node_tokens[node]))
-            for page in [layout.pages(node)[token // layout.page_size]]
-        ]
+        slots = chain_slots(layout, segment)
+        keys = kv.k_pages.flatten(0, 1)[slots].double().transpose(0, 1)
+        values = kv.v_pages.flatten(0, 1)[slots].double().transpose(0, 1)
         begin, end = (int(i) for i in layout.segment_indptr[segment : segment + 2])
         for row in range(begin, end):
-            seen = torch.tensor(slots[: len(slots) - (end - 1 - row)], dtype=torch.long)
-            keys = k_pages.flatten(0, 1)[seen].repeat_interleave(shape.group, 1)
-            values = v_pages.flatten(0, 1)[seen].repeat_interleave(shape.group, 1)
-            scores = torch.einsum("hd,thd->ht", q[row].cpu().double(), keys) * shape.scale
+            seen = max(0, len(slots) - (end - 1 - row))
+            rows = q[row].double().view(shape.kv_heads, shape.group, shape.head_dim)
+            scores = rows @ keys[:, :seen].transpose(1, 2) * shape.scale
             scores = cap * torch.tanh(scores / cap) if cap else scores
-            lses.append(scores.logsumexp(-1))
-            weights = scores.softmax(-1) if len(seen) else scores
-            outs.append(torch.einsum("ht,thd->hd", weights, values))
-    return AttentionState(torch.stack(outs), torch.stack(lses))
+            lses.append(scores.logsumexp(-1).flatten())
+            weights = scores.softmax(-1) if seen else scores
+            outs.append((weights @ values[:, :seen]).flatten(0, 1))
+    return AttentionState(torch.stack(outs).cpu(), torch.stack(lses).cpu())
 
 
 def poison(plan: DecodePlan) -> None:
@@ -107,9 +113,7 @@ def run_poisoned(
     return AttentionState(out, lse)
 
 
-def assert_close(
-    state: AttentionState, reference: AttentionState, limit: float
-) -> None:
+def assert_close(state: AttentionState, reference: AttentionState, limit: float) -> None:
     assert not state.out.isnan().any()
     out, lse = state.out.cpu().double(), state.lse.cpu().double()
     assert (out - reference.out).norm() <= limit * reference.out.norm() + 1e-30
@@ -125,9 +129,7 @@ def check(
     bins: int = 5,
 ) -> None:
     query_heads, kv_heads, dim = heads
-    shape = HeadShape(
-        query_heads=query_heads, kv_heads=kv_heads, head_dim=dim, scale=dim**-0.5
-    )
+    shape = HeadShape(query_heads=query_heads, kv_heads=kv_heads, head_dim=dim, scale=dim**-0.5)
     decode = CodecDecode(shape, DEVICE, DecodeNumbers(dtype=dtype), bins)
     assert decode.refusal(layout) is None
     kv = random_kv(layout, shape, dtype)

@@ -42,7 +42,7 @@ class Case:
 
     @property
     def leaves(self) -> list[int]:
-        return self.layout.segment_node.tolist()
+        return [int(node) for node in self.layout.segment_node]
 
     @property
     def floor_us(self) -> float:

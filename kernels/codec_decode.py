@@ -1,21 +1,28 @@
 """Tree decode on a CUDA device: shared pages are read once by all rows below them."""
 
+import math
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import torch
-import triton
 from torch import Tensor
 
+from stemserve.kernels import codec_triton
 from stemserve.kernels.attention_state import AttentionState, LayerKV
 from stemserve.kernels.codec_pieces import divide, piece_tokens
 from stemserve.kernels.codec_tables import DeviceTables, HostTables, host_tables
 from stemserve.kernels.codec_tiles import TILE_ROWS, tile_streams
-from stemserve.kernels.codec_triton import LOG2E, merge_kernel, tree_kernel
 from stemserve.kernels.layout import AttentionLayout, HeadShape, int32
 from stemserve.kernels.strategy import Kernel, Phase, Work
 
 PAGE_SIZES = (8, 16, 32, 64)
+LOG2E = 1 / math.log(2)
+KERNELS: Any = codec_triton  # untyped: device code
+
+
+def _power_of_2(least: int) -> int:
+    return 1 << (least - 1).bit_length()
 
 
 def merge_block(outputs: int, columns: int, group: int) -> tuple[int, int]:
@@ -23,7 +30,7 @@ def merge_block(outputs: int, columns: int, group: int) -> tuple[int, int]:
     if columns <= 4 and group <= 8:
         return group, columns
     if outputs <= 1024 or group % 2:
-        return 1, min(32, triton.next_power_of_2(columns))
+        return 1, min(32, _power_of_2(columns))
     return 2, 8
 
 
@@ -85,13 +92,14 @@ class CodecDecode:
         """CTAs of one KV head."""
         if self._processors:
             return self._processors
-        count = int(torch.cuda.get_device_properties(self.device).multi_processor_count)
+        properties: Any = torch.cuda.get_device_properties(self.device)
+        count: int = properties.multi_processor_count
         resident = 2 if self.padded_dim <= 128 and self.numbers.dtype.itemsize == 2 else 1
         return max(1, count * resident // self.shape.kv_heads)
 
     @property
     def padded_dim(self) -> int:
-        return max(16, triton.next_power_of_2(self.shape.head_dim))
+        return max(16, _power_of_2(self.shape.head_dim))
 
     def refusal(self, layout: AttentionLayout) -> str | None:
         if layout.segment_is_item.any():
@@ -154,11 +162,11 @@ class CodecDecode:
 
     def _read_tree(self, plan: DecodePlan, q: Tensor, kv: LayerKV, target: AttentionState) -> None:
         tables, numbers, shape = plan.tables, self.numbers, self.shape
-        scale, cap_scale = shape.scale * numbers.k_scale * LOG2E.value, 0.0
+        scale, cap_scale = shape.scale * numbers.k_scale * LOG2E, 0.0
         if numbers.soft_cap:
-            scale, cap_scale = numbers.soft_cap * LOG2E.value, 2 * scale / numbers.soft_cap
+            scale, cap_scale = numbers.soft_cap * LOG2E, 2 * scale / numbers.soft_cap
         wide = self.padded_dim > 128 or numbers.dtype.itemsize > 2
-        tree_kernel[(self.bins * shape.kv_heads,)](
+        KERNELS.tree_kernel[(self.bins * shape.kv_heads,)](
             q,
             kv.k_pages,
             kv.v_pages,
@@ -189,7 +197,7 @@ class CodecDecode:
         tables, shape = plan.tables, self.shape
         columns, rows = tables.capacity.columns, tables.capacity.rows
         heads, block = merge_block(rows * shape.query_heads, columns, shape.group)
-        merge_kernel[(shape.query_heads // heads, rows)](
+        KERNELS.merge_kernel[(shape.query_heads // heads, rows)](
             plan.partial_out,
             plan.partial_lse,
             tables.rows,
@@ -216,12 +224,13 @@ def _tail_refusal(layout: AttentionLayout) -> str | None:
     if not several.any():
         return None
     nodes = layout.segment_node[several]
-    if nodes.min() < 0 or (layout.node_tokens[nodes] < rows[several]).any():
+    if nodes.min() < 0 or bool((layout.node_tokens[nodes] < rows[several]).any()):
         return "the rows of a segment are not all in its own node"
     readers = [0] * layout.num_nodes
     for segment in range(layout.num_segments):
         for node in layout.chain(int(layout.segment_node[segment])):
             readers[node] += 1
-    if any(readers[node] > 1 for node in nodes.tolist()):
+    owners: list[int] = nodes.tolist()
+    if any(readers[node] > 1 for node in owners):
         return "a segment of several rows shares its node with another segment"
     return None

@@ -240,10 +240,12 @@ def records(streams: TileStreams, pieces: Pieces, group: int, bins: int, per_ste
 
 def piece_tokens(streams: TileStreams, pieces: Pieces, page_size: int) -> Int32:
     """KV tokens that each piece reads."""
-    loaded = np.append(0, np.cumsum(streams.words >> PAGE_BITS))
+    loaded = np.zeros(len(streams.words) + 1, np.int32)
+    np.cumsum(streams.words >> PAGE_BITS, out=loaded[1:])
     per_step = STEP_TOKENS // page_size
     end = (pieces.first + pieces.steps) * per_step
-    return (loaded[end] - loaded[pieces.first * per_step]).astype(np.int32)
+    tokens: Int32 = loaded[end] - loaded[pieces.first * per_step]
+    return tokens
 
 
 __all__ = ["TILE_ROWS", "Pieces", "divide", "piece_tokens", "records"]

@@ -234,7 +234,7 @@ def _wide_runs(
     steps = runs.pages * (page_size / STEP_TOKENS)
     share = float((steps * span).sum()) / bins
     long = steps > max(0.5 * share, 2.0 * bins)
-    wide = (span > 1) & long & (2 * span <= bins) & (runs.causal == 0)
+    wide: NDArray[np.bool_] = (span > 1) & long & (2 * span <= bins) & (runs.causal == 0)
     candidates = np.flatnonzero(wide)
     if len(candidates) > 1:  # a CTA each at least, the largest first
         candidates = candidates[np.argsort(-(steps * span)[candidates], kind="stable")]

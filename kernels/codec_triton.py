@@ -1,3 +1,5 @@
+# Device code: Triton gives these functions their types when it compiles them.
+# type: ignore
 """Tree decode in Triton: a kernel over the pieces of a plan, and the merge of partial results.
 
 A CTA (one KV head, one bin) walks its pieces. A piece holds 64 rows (query row times query head of

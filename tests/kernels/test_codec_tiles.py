@@ -124,16 +124,15 @@ def check(layout: AttentionLayout, group: int, bins: int) -> tuple[TileStreams, 
     table = records(streams, pieces, group, bins, STEP_TOKENS // layout.page_size)
     partial, direct = emulate(streams, table, group, layout.page_size, bins)
     expected = seen_tokens(layout)
-    assert sorted(streams.rows.tolist()) == list(range(layout.num_rows))
+    assert np.array_equal(np.sort(streams.rows), np.arange(layout.num_rows))
     for place, row in enumerate(streams.rows.tolist()):
         count = int(pieces.merge_count[place])
         if count < 0:
             assert sorted(direct[place]) == sorted(expected[row])
             continue
         for head in range(group):
-            merged: list[int] = []
-            for entry in pieces.merge[place, :count].tolist():
-                merged += partial[entry + head]
+            entries: list[int] = pieces.merge[place, :count].tolist()
+            merged = [slot for entry in entries for slot in partial[entry + head]]
             assert sorted(merged) == sorted(expected[row])
     assert int(np.diff(streams.cuts).max()) * group <= TILE_ROWS
     assert pieces.bin.max(initial=0) < bins

@@ -30,7 +30,7 @@ Nodes = list[tuple[int, int]]  # parent, tokens
 Call = Callable[[LayerKV], torch.Tensor]
 PAGE = 16
 BYTES_A_SECOND, FLOPS_A_SECOND = 4.3e12, 790e12
-WARM, ROUNDS, REPLAYS, CALLS = 3, 5, 30, 8
+WARM, REPLAYS, CALLS = 3, 20, 8
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -274,7 +274,9 @@ def replay_us(graph: torch.cuda.CUDAGraph, count: int) -> float:
     return statistics.median(begin.elapsed_time(end) for begin, end in events) * 1e3
 
 
-def measure(case: Case, engines: dict[str, Callable[[Case, torch.Tensor], Call]]) -> dict[str, Any]:
+def measure(
+    case: Case, engines: dict[str, Callable[[Case, torch.Tensor], Call]], rounds: int
+) -> dict[str, Any]:
     size = 4e-6 * len(case.layout.node_pages) * PAGE * case.shape.kv_heads * case.shape.head_dim
     sets = [make_kv(case, torch.float16) for _ in range(max(2, min(CALLS, math.ceil(400 / size))))]
     q = torch.randn(
@@ -298,10 +300,10 @@ def measure(case: Case, engines: dict[str, Callable[[Case, torch.Tensor], Call]]
         except Exception as error:  # a peer that cannot run a tree is listed with its reason
             row[name] = {"failed": repr(error)[:300]}
     times: dict[str, list[list[float]]] = {name: [[], []] for name in graphs}
-    for _ in range(ROUNDS):  # in turns: the clock falls under the power cap
+    for _ in range(rounds):  # in turns: the clock falls under the power cap
         for name, (one, many) in graphs.items():
             times[name][0].append(replay_us(one, REPLAYS))
-            times[name][1].append(replay_us(many, 6) / CALLS)
+            times[name][1].append(replay_us(many, 5) / CALLS)
     for name, (one, many) in times.items():
         row[name] |= {"replay_us": statistics.median(one), "cold_us": statistics.median(many)}
     return row
@@ -337,6 +339,7 @@ def main() -> None:
     parser.add_argument("--fa3", type=Path, help="library of a FlashAttention 3 build")
     parser.add_argument("--trees", type=Path, help="file of trees; those with floors of 20 us up")
     parser.add_argument("--apart", action="store_true", help="also without the merge")
+    parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     engines: dict[str, Callable[[Case, torch.Tensor], Call]] = {"codec": own_call}
@@ -357,7 +360,7 @@ def main() -> None:
         cases = [case for case in cases if case.floor_us >= 20]
     rows = []
     for case in cases:
-        row = measure(case, engines) | {"plan_ms": plan_ms(case)}
+        row = measure(case, engines, options.rounds) | {"plan_ms": plan_ms(case)}
         rows.append(row)
         shown = [
             f"{name} {row[name]['replay_us']:.1f}/{row[name]['cold_us']:.1f}"

@@ -82,6 +82,10 @@ class CodecDecode:
         self, shape: HeadShape, device: torch.device, numbers: DecodeNumbers, processors: int = 0
     ) -> None:
         """`processors`: CTAs that run at once on each KV head's share; 0 asks the device."""
+        if shape.scale <= 0 or numbers.k_scale <= 0:
+            raise ValueError(
+                "tree decode takes its maximum before scaling: scales must be positive"
+            )
         self.shape = shape
         self.device = device
         self.numbers = numbers
@@ -94,7 +98,7 @@ class CodecDecode:
             return self._processors
         properties: Any = torch.cuda.get_device_properties(self.device)
         count: int = properties.multi_processor_count
-        resident = 2 if self.padded_dim <= 128 and self.numbers.dtype.itemsize == 2 else 1
+        resident = 2 if self.padded_dim * self.numbers.dtype.itemsize <= 256 else 1
         return max(1, count * resident // self.shape.kv_heads)
 
     @property
@@ -165,7 +169,8 @@ class CodecDecode:
         scale, cap_scale = shape.scale * numbers.k_scale * LOG2E, 0.0
         if numbers.soft_cap:
             scale, cap_scale = numbers.soft_cap * LOG2E, 2 * scale / numbers.soft_cap
-        wide = self.padded_dim > 128 or numbers.dtype.itemsize > 2
+        wide = self.padded_dim * numbers.dtype.itemsize > 256
+        widest = self.padded_dim * numbers.dtype.itemsize > 512
         KERNELS.tree_kernel[(self.bins * shape.kv_heads,)](
             q,
             kv.k_pages,
@@ -186,7 +191,7 @@ class CodecDecode:
             DIM=shape.head_dim,
             DIM_PAD=self.padded_dim,
             PAGE=kv.k_pages.shape[1],
-            STAGES=2 if wide else 3,
+            STAGES=1 if widest else 2 if wide else 3,
             SOFT_CAP=numbers.soft_cap > 0,
             WIDEN=numbers.dtype == torch.float32 or q.device.type == "cpu",
             PREFETCH=self.prefetch and q.device.type == "cuda",

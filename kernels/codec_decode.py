@@ -12,11 +12,11 @@ from stemserve.kernels import codec_triton
 from stemserve.kernels.attention_state import AttentionState, LayerKV
 from stemserve.kernels.codec_pieces import divide, piece_tokens
 from stemserve.kernels.codec_tables import DeviceTables, HostTables, host_tables
-from stemserve.kernels.codec_tiles import TILE_ROWS, tile_streams
+from stemserve.kernels.codec_tiles import STEP_TOKENS, TILE_ROWS, tile_streams
 from stemserve.kernels.layout import AttentionLayout, HeadShape, int32
 from stemserve.kernels.strategy import Kernel, Phase, Work
 
-PAGE_SIZES = (8, 16, 32, 64)
+PAGE_SIZES = tuple(size for size in (8, 16, 32, 64) if size <= STEP_TOKENS)
 LOG2E = 1 / math.log(2)
 KERNELS: Any = codec_triton  # untyped: device code
 
@@ -32,6 +32,21 @@ def merge_block(outputs: int, columns: int, group: int) -> tuple[int, int]:
     if outputs <= 1024 or group % 2:
         return 1, min(32, _power_of_2(columns))
     return 2, 8
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LaunchShape:
+    """How a head of some bytes is best read (H200)."""
+
+    resident: int  # CTAs an SM
+    stages: int  # steps in shared memory
+    warps: int
+    registers: int | None = None
+
+
+NARROW = LaunchShape(resident=2, stages=3, warps=4)  # to 256 bytes a head
+WIDE = LaunchShape(resident=1, stages=2, warps=8)  # to 512
+WIDEST = LaunchShape(resident=1, stages=1, warps=8)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,12 +113,16 @@ class CodecDecode:
             return self._processors
         properties: Any = torch.cuda.get_device_properties(self.device)
         count: int = properties.multi_processor_count
-        resident = 2 if self.padded_dim * self.numbers.dtype.itemsize <= 256 else 1
-        return max(1, count * resident // self.shape.kv_heads)
+        return max(1, count * self.launch.resident // self.shape.kv_heads)
 
     @property
     def padded_dim(self) -> int:
         return max(16, _power_of_2(self.shape.head_dim))
+
+    @property
+    def launch(self) -> LaunchShape:
+        head_bytes = self.padded_dim * self.numbers.dtype.itemsize
+        return NARROW if head_bytes <= 256 else WIDE if head_bytes <= 512 else WIDEST
 
     def refusal(self, layout: AttentionLayout) -> str | None:
         if layout.segment_is_item.any():
@@ -169,8 +188,6 @@ class CodecDecode:
         scale, cap_scale = shape.scale * numbers.k_scale * LOG2E, 0.0
         if numbers.soft_cap:
             scale, cap_scale = numbers.soft_cap * LOG2E, 2 * scale / numbers.soft_cap
-        wide = self.padded_dim * numbers.dtype.itemsize > 256
-        widest = self.padded_dim * numbers.dtype.itemsize > 512
         KERNELS.tree_kernel[(self.bins * shape.kv_heads,)](
             q,
             kv.k_pages,
@@ -191,11 +208,12 @@ class CodecDecode:
             DIM=shape.head_dim,
             DIM_PAD=self.padded_dim,
             PAGE=kv.k_pages.shape[1],
-            STAGES=1 if widest else 2 if wide else 3,
+            STAGES=self.launch.stages,
             SOFT_CAP=numbers.soft_cap > 0,
             WIDEN=numbers.dtype == torch.float32 or q.device.type == "cpu",
             PREFETCH=self.prefetch and q.device.type == "cuda",
-            num_warps=8 if wide else 4,
+            num_warps=self.launch.warps,
+            maxnreg=self.launch.registers,
         )
 
     def _merge(self, plan: DecodePlan, target: AttentionState) -> None:

@@ -10,9 +10,9 @@ from numpy.typing import NDArray
 from stemserve.kernels.codec_tiles import PAGE_BITS, STEP_TOKENS, TILE_ROWS, TileStreams
 from stemserve.kernels.layout import Int32
 
-PIECE_STEPS = 2.0  # what a piece costs beside its steps, in steps (H200)
+PIECE_STEPS = 128 / STEP_TOKENS  # what a piece costs beside its steps, in steps (H200)
 SLACK_STEPS = 0.7  # by which a bin may exceed the mean with further pieces' costs
-MERGE_STEPS = 2.0  # what a merge costs, and for each MERGE_ROWS rows
+MERGE_STEPS = 128 / STEP_TOKENS  # what a merge costs, and for each MERGE_ROWS rows
 MERGE_ROWS = 512  # rows times group
 RECORD = 16  # fields of a piece record before its first pages; see `records`
 

@@ -148,7 +148,7 @@ def test_each_row_sees_its_chain_once(name: str, group: int, bins: int) -> None:
     check(layout, group, bins)
 
 
-@pytest.mark.parametrize("page", [8, 32, 64])
+@pytest.mark.parametrize("page", [8, 32, STEP_TOKENS])
 def test_any_page_size_up_to_a_step_works(page: int) -> None:
     nodes = levels([2, 6, 30], [128, 64, 41])
     check(layout_of(nodes, leaves_of(nodes), np.random.default_rng(), page), 4, 9)

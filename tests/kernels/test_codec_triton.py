@@ -14,7 +14,7 @@ if not torch.cuda.is_available():
 pytest.importorskip("triton")
 
 from stemserve.kernels.attention_state import AttentionState, LayerKV
-from stemserve.kernels.codec_decode import CodecDecode, DecodeNumbers, DecodePlan
+from stemserve.kernels.codec_decode import PAGE_SIZES, CodecDecode, DecodeNumbers, DecodePlan
 from stemserve.kernels.layout import AttentionLayout, HeadShape, int32
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -168,7 +168,7 @@ def test_groups_are_packed_densely(group: int) -> None:
     check(layout_of(nodes, leaves_of(nodes)), (2 * group, 2, 32))
 
 
-@pytest.mark.parametrize("page", [8, 16, 32, 64])
+@pytest.mark.parametrize("page", PAGE_SIZES)
 def test_page_sizes(page: int) -> None:
     nodes: Nodes = [(-1, 128), (0, 20), (0, 70), (0, 0)]
     check(layout_of(nodes, leaves_of(nodes), page), (4, 2, 64))

@@ -30,7 +30,7 @@ def merge_block(outputs: int, columns: int, group: int) -> tuple[int, int]:
     if columns <= 4 and group <= 8:
         return group, columns
     if outputs <= 1024 or group % 2:
-        return 1, min(32, _power_of_2(columns))
+        return 1, min(columns, 40)
     return 2, 8
 
 
@@ -91,7 +91,6 @@ class CodecDecode:
 
     kernel = Kernel.CODEC
     phase = Phase.DECODE
-    prefetch = True
 
     def __init__(
         self, shape: HeadShape, device: torch.device, numbers: DecodeNumbers, processors: int = 0
@@ -211,7 +210,6 @@ class CodecDecode:
             STAGES=self.launch.stages,
             SOFT_CAP=numbers.soft_cap > 0,
             WIDEN=numbers.dtype == torch.float32 or q.device.type == "cpu",
-            PREFETCH=self.prefetch and q.device.type == "cuda",
             num_warps=self.launch.warps,
             maxnreg=self.launch.registers,
         )

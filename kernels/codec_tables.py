@@ -74,7 +74,7 @@ def with_room(size: Capacity) -> Capacity:
         rows=size.rows,
         records=more(size.records, 16),
         pages=more(size.pages, 256),
-        columns=-(-size.columns // 4) * 4,
+        columns=-(-size.columns // 8) * 8 if size.columns > 4 else 4,
         partial_rows=more(size.partial_rows, 256),
     )
 

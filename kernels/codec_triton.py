@@ -38,29 +38,6 @@ def _dot(a: tl.tensor, b: tl.tensor, acc: tl.tensor, WIDEN: tl.constexpr) -> tl.
 
 
 @triton.jit
-def _prefetch(
-    k_pages: tl.tensor,
-    v_pages: tl.tensor,
-    place: tl.tensor,  # [STEP_TOKENS] vectors of DIM numbers
-    DIM: tl.constexpr,
-) -> None:
-    """Ask the L2 cache for a step's keys and values, in lines of 128 bytes."""
-    LINE: tl.constexpr = 1024 // k_pages.dtype.element_ty.primitive_bitwidth
-    for start in tl.static_range(0, DIM, LINE):
-        offset = place.to(tl.int64) * DIM + start
-        for pages in tl.static_range(2):
-            address = (k_pages if pages == 0 else v_pages) + offset
-            tl.inline_asm_elementwise(
-                "prefetch.global.L2 [$1]; mov.b32 $0, 0;",
-                "=r,l",
-                [address],
-                dtype=tl.int32,
-                is_pure=False,
-                pack=1,
-            )
-
-
-@triton.jit
 def _masked(
     s: tl.tensor,  # [TILE_ROWS, pages a step, PAGE] scores
     mask: tl.tensor,  # [pages a step]
@@ -100,7 +77,6 @@ def tree_kernel(
     STAGES: tl.constexpr,
     SOFT_CAP: tl.constexpr,
     WIDEN: tl.constexpr,
-    PREFETCH: tl.constexpr,
 ) -> None:
     GROUP: tl.constexpr = HEADS // KV_HEADS
     PAGES: tl.constexpr = STEP_TOKENS // PAGE
@@ -129,8 +105,6 @@ def tree_kernel(
         # Rows that the tile does not have repeat others: a mask would cost a dependent load.
         at = tl.load(record + RECORD + 2 * PAGES + row // GROUP).to(tl.int64)
         at = at * HEADS + head * GROUP + row % GROUP
-        if PREFETCH:  # the loop's first loads wait until q is in shared memory
-            _prefetch(k_pages, v_pages, (word & PAGE_MASK) * (PAGE * KV_HEADS) + vector, DIM)
         tile = tl.load(q + at[:, None] * DIM + dim[None, :], mask=(dim < DIM)[None, :], other=0.0)
         peak = tl.full([TILE_ROWS], NO_SCORE, tl.float32)
         total = tl.zeros([TILE_ROWS], tl.float32)

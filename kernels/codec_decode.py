@@ -11,8 +11,9 @@ from torch import Tensor
 from stemserve.kernels import codec_triton
 from stemserve.kernels.attention_state import AttentionState, LayerKV
 from stemserve.kernels.codec_pieces import divide, piece_tokens
+from stemserve.kernels.codec_streams import tile_streams
 from stemserve.kernels.codec_tables import DeviceTables, HostTables, host_tables
-from stemserve.kernels.codec_tiles import STEP_TOKENS, TILE_ROWS, tile_streams
+from stemserve.kernels.codec_tiles import STEP_TOKENS, TILE_ROWS
 from stemserve.kernels.layout import AttentionLayout, HeadShape, int32
 from stemserve.kernels.strategy import Kernel, Phase, Work
 
@@ -55,6 +56,7 @@ class DecodeNumbers:
 
     dtype: torch.dtype  # of q and the result
     soft_cap: float = 0.0  # 0: none
+    window: int = 0  # tokens that a row sees, itself included; 0: all
     k_scale: float = 1.0  # of FP8 pages
     v_scale: float = 1.0
 
@@ -134,7 +136,7 @@ class CodecDecode:
 
     def host_plan(self, layout: AttentionLayout) -> HostTables:
         group, bins = self.shape.group, self.bins
-        streams = tile_streams(layout, group, bins)
+        streams = tile_streams(layout, group, bins, self.numbers.window)
         pieces = divide(streams, group, layout.page_size, bins)
         return host_tables(layout, streams, pieces, group, bins)
 
@@ -194,6 +196,8 @@ class CodecDecode:
             tables.records,
             tables.words,
             tables.masks,
+            tables.positions,
+            tables.starts,
             plan.partial_out,
             plan.partial_lse,
             target.out,
@@ -209,6 +213,7 @@ class CodecDecode:
             PAGE=kv.k_pages.shape[1],
             STAGES=self.launch.stages,
             SOFT_CAP=numbers.soft_cap > 0,
+            WINDOW=numbers.window > 0,
             WIDEN=numbers.dtype == torch.float32 or q.device.type == "cpu",
             num_warps=self.launch.warps,
             maxnreg=self.launch.registers,

@@ -7,7 +7,8 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
-from stemserve.kernels.codec_tiles import PAGE_BITS, STEP_TOKENS, TILE_ROWS, TileStreams
+from stemserve.kernels.codec_streams import TileStreams
+from stemserve.kernels.codec_tiles import PAGE_BITS, STEP_TOKENS, TILE_ROWS
 from stemserve.kernels.layout import Int32
 
 PIECE_STEPS = 128 / STEP_TOKENS  # what a piece costs beside its steps, in steps (H200)

@@ -8,7 +8,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from stemserve.kernels.codec_pieces import RECORD, Pieces, records
-from stemserve.kernels.codec_tiles import PAGE_BITS, STEP_TOKENS, TileStreams
+from stemserve.kernels.codec_streams import TileStreams
+from stemserve.kernels.codec_tiles import PAGE_BITS, STEP_TOKENS
 from stemserve.kernels.layout import AttentionLayout, Int32
 
 
@@ -21,9 +22,10 @@ class Capacity:
     pages: int
     columns: int  # partial results of a row
     partial_rows: int
+    windowed: bool
 
     def holds(self, other: "Capacity") -> bool:
-        return self.rows == other.rows and all(
+        return (self.rows, self.windowed) == (other.rows, other.windowed) and all(
             getattr(self, name) >= getattr(other, name)
             for name in ("records", "pages", "columns", "partial_rows")
         )
@@ -46,6 +48,7 @@ class HostTables:
             pages=len(self.streams.words),
             columns=self.pieces.merge.shape[1],
             partial_rows=self.pieces.partial_rows,
+            windowed=len(self.streams.starts) > 0,
         )
 
     @property
@@ -76,6 +79,7 @@ def with_room(size: Capacity) -> Capacity:
         pages=more(size.pages, 256),
         columns=-(-size.columns // 8) * 8 if size.columns > 4 else 4,
         partial_rows=more(size.partial_rows, 256),
+        windowed=size.windowed,
     )
 
 
@@ -91,6 +95,8 @@ class DeviceTables:
     masks: Tensor  # [pages]
     merge_count: Tensor  # [rows]
     merge: Tensor  # [rows, columns]
+    positions: Tensor  # [pages] with a window
+    starts: Tensor  # [rows] with a window
     host: HostTables
     _growth: "_Growth | None" = field(default=None, repr=False)
 
@@ -100,7 +106,7 @@ class DeviceTables:
         ends = np.cumsum(_section_sizes(capacity, width)).tolist()
         buffer = torch.empty(ends[-1], dtype=torch.int32, device=device)
         parts = [buffer[a:b] for a, b in zip([0, *ends[:-1]], ends, strict=True)]
-        rows, record, words, masks, merge_count, merge = parts
+        rows, record, words, masks, merge_count, merge, positions, starts = parts
         tables = cls(
             capacity=capacity,
             buffer=buffer,
@@ -110,6 +116,8 @@ class DeviceTables:
             masks=masks,
             merge_count=merge_count,
             merge=merge[: capacity.rows * capacity.columns].view(-1, capacity.columns),
+            positions=positions,
+            starts=starts,
             host=host,
         )
         tables.fill(host)
@@ -131,6 +139,8 @@ class DeviceTables:
             streams.masks,
             pieces.merge_count,
             merge,
+            streams.positions,
+            streams.starts,
         )
         for start, part in zip(starts, parts, strict=True):
             flat[start : start + part.size] = part.ravel()
@@ -140,7 +150,7 @@ class DeviceTables:
 
     def grow(self, layout: AttentionLayout) -> bool:
         """Take over longer last pages of the leaves; False if anything else differs."""
-        if not _same_pages(self.host.layout, layout):
+        if self.capacity.windowed or not _same_pages(self.host.layout, layout):
             return False
         if self._growth is None:
             self._growth = _growth(self)
@@ -165,6 +175,8 @@ def _section_sizes(capacity: Capacity, record: int) -> list[int]:
         capacity.pages,
         capacity.rows,
         capacity.rows * capacity.columns,
+        capacity.pages if capacity.windowed else 0,
+        capacity.rows if capacity.windowed else 0,
     )
     return [-(-size // 64) * 64 for size in sizes]
 

@@ -53,6 +53,17 @@ def _masked(
     return tl.where(tl.arange(0, PAGE)[None, None, :] < seen[:, :, None], s, -float("inf"))
 
 
+@triton.jit
+def _windowed(
+    s: tl.tensor,  # [TILE_ROWS, pages a step, PAGE] scores
+    start: tl.tensor,  # [TILE_ROWS] place of the first token that the row sees
+    position: tl.tensor,  # [pages a step] place of the page's first token
+    PAGE: tl.constexpr,
+) -> tl.tensor:
+    least = start[:, None] - position[None, :]
+    return tl.where(tl.arange(0, PAGE)[None, None, :] >= least[:, :, None], s, -float("inf"))
+
+
 @triton.jit(do_not_specialize=["partial_rows"])
 def tree_kernel(
     q: tl.tensor,  # [rows, HEADS, DIM]
@@ -61,6 +72,8 @@ def tree_kernel(
     records: tl.tensor,  # the plan's tables; see codec_pieces
     words: tl.tensor,
     masks: tl.tensor,
+    positions: tl.tensor,
+    starts: tl.tensor,
     partial_out: tl.tensor,  # [KV_HEADS, partial_rows, DIM]
     partial_lse: tl.tensor,  # [KV_HEADS, partial_rows], base 2
     out: tl.tensor,  # [rows, HEADS, DIM]
@@ -76,6 +89,7 @@ def tree_kernel(
     PAGE: tl.constexpr,
     STAGES: tl.constexpr,
     SOFT_CAP: tl.constexpr,
+    WINDOW: tl.constexpr,
     WIDEN: tl.constexpr,
 ) -> None:
     GROUP: tl.constexpr = HEADS // KV_HEADS
@@ -106,6 +120,9 @@ def tree_kernel(
         at = tl.load(record + RECORD + 2 * PAGES + row // GROUP).to(tl.int64)
         at = at * HEADS + head * GROUP + row % GROUP
         tile = tl.load(q + at[:, None] * DIM + dim[None, :], mask=(dim < DIM)[None, :], other=0.0)
+        if WINDOW:
+            inside = row < tl.load(record + 1)
+            start = tl.load(starts + tl.load(record) + row // GROUP, mask=inside, other=0)
         peak = tl.full([TILE_ROWS], NO_SCORE, tl.float32)
         total = tl.zeros([TILE_ROWS], tl.float32)
         acc = tl.zeros([TILE_ROWS, DIM_PAD], tl.float32)
@@ -130,6 +147,9 @@ def tree_kernel(
             s = tl.reshape(s, [TILE_ROWS, PAGES, PAGE])
             if tl.max(seen_by, 0) >= MASKED:
                 s = _masked(s, seen_by, GROUP, PAGE)
+                if WINDOW:
+                    position = tl.load(positions + (first + step) * PAGES + page)
+                    s = _windowed(s, start, position, PAGE)
             s = tl.reshape(s, [TILE_ROWS, STEP_TOKENS])
             higher = tl.maximum(peak, tl.max(s, 1))
             fade = tl.exp2((peak - higher) * scale)

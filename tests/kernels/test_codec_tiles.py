@@ -5,14 +5,13 @@ import pytest
 from numpy.typing import NDArray
 
 from stemserve.kernels.codec_pieces import RECORD, Pieces, divide, piece_tokens, records
+from stemserve.kernels.codec_streams import TileStreams, tile_streams
 from stemserve.kernels.codec_tiles import (
     CAUSAL,
     MASKED,
     PAGE_BITS,
     STEP_TOKENS,
     TILE_ROWS,
-    TileStreams,
-    tile_streams,
 )
 from stemserve.kernels.layout import AttentionLayout, int32
 
@@ -72,7 +71,7 @@ FORESTS: dict[str, Nodes] = {
 }
 
 
-def seen_tokens(layout: AttentionLayout) -> list[list[int]]:
+def seen_tokens(layout: AttentionLayout, window: int = 0) -> list[list[int]]:
     """For each row the page slots (page * page size + slot) that it sees."""
     rows: list[list[int]] = []
     for segment in range(layout.num_segments):
@@ -82,7 +81,7 @@ def seen_tokens(layout: AttentionLayout) -> list[list[int]]:
             pages = layout.pages(node)[tokens // layout.page_size]
             slots += (pages * layout.page_size + tokens % layout.page_size).tolist()
         count = int(layout.segment_rows[segment])
-        rows += [slots[: max(0, len(slots) - count + 1 + row)] for row in range(count)]
+        rows += [slots[: max(0, len(slots) - count + 1 + row)][-window:] for row in range(count)]
     return rows
 
 
@@ -109,7 +108,11 @@ def emulate(
                     more = row // group - a // group if mask & CAUSAL else 0
                     tokens = min(page, whole + more) if masked else page
                     assert tokens <= loaded
-                    seen[row] += range(number * page, number * page + tokens)
+                    skip = 0
+                    if masked and len(streams.starts):
+                        start = int(streams.starts[row0 + row // group])
+                        skip = max(0, start - int(streams.positions[at]))
+                    seen[row] += range(number * page + skip, number * page + tokens)
             for row in range(low, high):
                 if not is_direct:
                     partial[int(offset) + row] = seen[row]
@@ -118,12 +121,14 @@ def emulate(
     return partial, direct
 
 
-def check(layout: AttentionLayout, group: int, bins: int) -> tuple[TileStreams, Pieces]:
-    streams = tile_streams(layout, group, bins)
+def check(
+    layout: AttentionLayout, group: int, bins: int, window: int = 0
+) -> tuple[TileStreams, Pieces]:
+    streams = tile_streams(layout, group, bins, window)
     pieces = divide(streams, group, layout.page_size, bins)
     table = records(streams, pieces, group, bins, STEP_TOKENS // layout.page_size)
     partial, direct = emulate(streams, table, group, layout.page_size, bins)
-    expected = seen_tokens(layout)
+    expected = seen_tokens(layout, window)
     assert np.array_equal(np.sort(streams.rows), np.arange(layout.num_rows))
     for place, row in enumerate(streams.rows.tolist()):
         count = int(pieces.merge_count[place])
@@ -180,6 +185,19 @@ def test_segments_of_several_rows_are_causal(seed: int) -> None:
     nodes = [(p, t + 40 if n in leaves else t // PAGE * PAGE) for n, (p, t) in enumerate(nodes)]
     segments = [(node, int(rng.integers(1, 38))) for node in rng.permutation(leaves).tolist()]
     check(layout_of(nodes, segments, rng), int(rng.choice([1, 4, 5])), int(rng.integers(1, 40)))
+
+
+@pytest.mark.parametrize("window", [1, 20, 100, 1000])
+@pytest.mark.parametrize("seed", range(10))
+def test_a_window_hides_the_first_tokens(seed: int, window: int) -> None:
+    rng = np.random.default_rng([seed, 9])
+    nodes = random_forest(rng, int(rng.integers(1, 40)))
+    leaves = [node for node, _ in leaves_of(nodes)]
+    nodes = [(p, t + 20 if n in leaves else t // PAGE * PAGE) for n, (p, t) in enumerate(nodes)]
+    segments = [(node, int(rng.integers(1, 20))) for node in rng.permutation(leaves).tolist()]
+    streams, _ = check(layout_of(nodes, segments, rng), 4, int(rng.integers(1, 40)), window)
+    whole, _ = check(layout_of(nodes, segments, rng), 4, 8)
+    assert len(streams.words) <= len(whole.words)
 
 
 @pytest.mark.parametrize("name", ["binary", "no sharing", "several roots"])

@@ -77,7 +77,12 @@ def chain_slots(layout: AttentionLayout, segment: int) -> torch.Tensor:
 
 
 def expected(
-    layout: AttentionLayout, q: torch.Tensor, kv: LayerKV, shape: HeadShape, cap: float = 0.0
+    layout: AttentionLayout,
+    q: torch.Tensor,
+    kv: LayerKV,
+    shape: HeadShape,
+    cap: float = 0.0,
+    window: int = 0,
 ) -> AttentionState:
     """Each row by itself, in float64."""
     outs: list[torch.Tensor] = []
@@ -90,11 +95,12 @@ def expected(
         for row in range(begin, end):
             seen = max(0, len(slots) - (end - 1 - row))
             rows = q[row].double().view(shape.kv_heads, shape.group, shape.head_dim)
-            scores = rows @ keys[:, :seen].transpose(1, 2) * shape.scale
+            visible = slice(max(0, seen - window) if window else 0, seen)
+            scores = rows @ keys[:, visible].transpose(1, 2) * shape.scale
             scores = cap * torch.tanh(scores / cap) if cap else scores
             lses.append(scores.logsumexp(-1).flatten())
             weights = scores.softmax(-1) if seen else scores
-            outs.append((weights @ values[:, :seen]).flatten(0, 1))
+            outs.append((weights @ values[:, visible]).flatten(0, 1))
     return AttentionState(torch.stack(outs).cpu(), torch.stack(lses).cpu())
 
 
@@ -223,6 +229,18 @@ def test_a_soft_cap_bounds_the_scores() -> None:
     decode = CodecDecode(shape, DEVICE, DecodeNumbers(dtype=torch.float32, soft_cap=3.0), 3)
     state = run_poisoned(decode, decode.plan(layout), q, kv)
     assert_close(state, expected(layout, q, kv, shape, cap=3.0), 1e-5)
+
+
+@pytest.mark.parametrize("window", [1, 20, 64, 500])
+def test_a_window_hides_the_first_tokens(window: int) -> None:
+    nodes: Nodes = [(-1, 80), (0, 20), (0, 5), (0, 48), (3, 37)]
+    layout = layout_of(nodes, [(1, 1), (4, 6), (2, 1)])
+    shape = HeadShape(query_heads=4, kv_heads=2, head_dim=64, scale=0.125)
+    kv = random_kv(layout, shape, torch.float32)
+    q = torch.randn((8, 4, 64), device=DEVICE)
+    decode = CodecDecode(shape, DEVICE, DecodeNumbers(dtype=torch.float32, window=window), 3)
+    state = run_poisoned(decode, decode.plan(layout), q, kv)
+    assert_close(state, expected(layout, q, kv, shape, window=window), 1e-5)
 
 
 def test_scaled_fp8_pages() -> None:

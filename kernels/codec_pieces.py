@@ -40,17 +40,19 @@ class Pieces:
 
 
 Wide = list[tuple[int, int]]  # steps of a wide region, tiles that read it
-Cut = tuple[int, int, int, int]  # bin, region or tile, first step in it, steps
+Cut = tuple[int, int, int, int]  # bin, tile, first step in its stream, steps
+WideCut = tuple[int, int, int, int, int]  # bin, region, first step in it, steps, which tile
 
 
-def _cut_wide(wide: Wide, most: int) -> list[Cut]:
+def _cut_wide(wide: Wide, most: int) -> list[WideCut]:
     """Cut each wide region alike for all its tiles, a bin a piece of at most `most` steps."""
-    pieces: list[Cut] = []
+    pieces: list[WideCut] = []
     for region, (steps, tiles) in enumerate(wide):
         cuts = -(-steps // most)
         for cut in range(cuts):
             start, stop = cut * steps // cuts, (cut + 1) * steps // cuts
-            pieces += [(len(pieces) + tile, region, start, stop - start) for tile in range(tiles)]
+            owner = len(pieces)
+            pieces += [(owner + tile, region, start, stop - start, tile) for tile in range(tiles)]
     return pieces
 
 
@@ -89,7 +91,7 @@ def _whole_tiles(streams: list[int], bins: int) -> tuple[list[Cut], float]:
     return pieces, max(load for load, _ in heap) - PIECE_STEPS
 
 
-def _even_pieces(wide: Wide, streams: list[int], bins: int) -> tuple[list[Cut], list[Cut]]:
+def _even_pieces(wide: Wide, streams: list[int], bins: int) -> tuple[list[WideCut], list[Cut]]:
     """Pieces of the wide regions and of the streams, such that the fullest bin holds least."""
     total = sum(streams) + sum(steps * tiles for steps, tiles in wide)
     most = max(2, -(-total // bins))
@@ -106,7 +108,7 @@ def _even_pieces(wide: Wide, streams: list[int], bins: int) -> tuple[list[Cut], 
         most += 1 + most // 256
 
 
-def _share(wide: Wide, streams: list[int], rows: int, bins: int) -> tuple[list[Cut], list[Cut]]:
+def _share(wide: Wide, streams: list[int], rows: int, bins: int) -> tuple[list[WideCut], list[Cut]]:
     """Even pieces, or whole tiles where the merge that they save is worth their uneven loads."""
     of_wide, of_streams = _even_pieces(wide, streams, bins)
     if wide or 5 * len(streams) < 3 * bins:
@@ -123,54 +125,46 @@ def _row_ranges(
     streams: TileStreams, first: Int32, steps: Int32, per_step: int
 ) -> tuple[Int32, Int32]:
     """Rows that the stream pieces change: the union over the runs that each covers."""
-    if not len(first):
-        return first, first
     narrow = slice(streams.num_wide, None)
     page, low, high = streams.run_page[narrow], streams.run_low[narrow], streams.run_high[narrow]
-    begin = np.searchsorted(page, first * per_step, "right") - 1
-    end = np.searchsorted(page, (first + steps) * per_step, "left")
-    pairs = np.stack([begin, end], axis=1).ravel()
+    pairs = np.empty(2 * len(first), np.int64)
+    pairs[::2] = page.searchsorted(first * per_step, "right") - 1
+    pairs[1::2] = page.searchsorted((first + steps) * per_step, "left")
     # The last pair may end at the array's end, which reduceat does not take as an index.
-    lows = np.minimum.reduceat(np.append(low, low[-1:]), pairs)[::2]
-    highs = np.maximum.reduceat(np.append(high, high[-1:]), pairs)[::2]
+    lows = np.minimum.reduceat(np.concatenate([low, low[-1:]]), pairs)[::2]
+    highs = np.maximum.reduceat(np.concatenate([high, high[-1:]]), pairs)[::2]
     return lows, highs
 
 
 def divide(streams: TileStreams, group: int, page_size: int, bins: int) -> Pieces:
     """Pieces of about equal cost for `bins` CTAs, and the merge table of their partial results."""
-    region_steps = np.diff(streams.region_step).tolist()
-    narrow = streams.num_wide
-    first_tile = np.searchsorted(streams.cuts, streams.wide_low, "right") - 1
-    copies = np.searchsorted(streams.cuts, streams.wide_high, "left") - first_tile
+    region_steps = (streams.region_step[1:] - streams.region_step[:-1]).tolist()
+    narrow, cuts = streams.num_wide, streams.cuts
+    first_tile = cuts.searchsorted(streams.wide_low, "right") - 1
+    copies = cuts.searchsorted(streams.wide_high, "left") - first_tile
     wide = list(zip(region_steps[:narrow], copies.tolist(), strict=True))
     of_wide, of_streams = _share(wide, region_steps[narrow:], len(streams.rows) * group, bins)
 
-    owner, tile, start, steps = np.array(of_streams, np.int32).reshape(-1, 4).T
-    first = streams.region_step[narrow + tile] + start
-    low, high = _row_ranges(streams, first, steps, STEP_TOKENS // page_size)
+    pieces = np.empty((6, len(of_wide) + len(of_streams)), np.int32)
     if of_wide:
-        wide_owner, region, start, length = np.array(of_wide, np.int32).T
-        # A region's tiles take turns, cut by cut.
-        change = np.flatnonzero(np.diff(region, prepend=-1))
-        turn = np.arange(len(region)) - np.repeat(change, np.diff(change, append=len(region)))
-        wide_tile = first_tile[region] + turn % copies[region]
-        owner = np.concatenate([wide_owner, owner])
-        tile = np.concatenate([wide_tile, tile])
-        first = np.concatenate([streams.region_step[region] + start, first])
-        steps = np.concatenate([length, steps])
-        wide_low = np.maximum(streams.wide_low[region], streams.cuts[wide_tile])
-        wide_high = np.minimum(streams.wide_high[region], streams.cuts[wide_tile + 1])
-        low, high = np.concatenate([wide_low, low]), np.concatenate([wide_high, high])
-    order = np.argsort(owner, kind="stable")
-    return _with_merge(
-        [a[order].astype(np.int32) for a in (owner, tile, first, steps, low, high)],
-        len(streams.rows),
-        group,
-    )
+        owner, region, start, length, copy = np.array(of_wide, np.int32).T
+        tile = first_tile[region] + copy
+        low = np.maximum(streams.wide_low[region], cuts[tile])
+        high = np.minimum(streams.wide_high[region], cuts[tile + 1])
+        first = streams.region_step[region] + start
+        for row, values in enumerate((owner, tile, first, length, low, high)):
+            pieces[row, : len(of_wide)] = values
+    if of_streams:
+        rest = pieces[:, len(of_wide) :]
+        rest[:4] = np.array(of_streams, np.int32).T
+        rest[2] += streams.region_step[narrow + rest[1]]
+        rest[4], rest[5] = _row_ranges(streams, rest[2], rest[3], STEP_TOKENS // page_size)
+    order = pieces[0].argsort(kind="stable")
+    return _with_merge(pieces[:, order], len(streams.rows), group)
 
 
-def _with_merge(columns: list[Int32], rows: int, group: int) -> Pieces:
-    owner, tile, first, steps, low, high = columns
+def _with_merge(pieces: Int32, rows: int, group: int) -> Pieces:
+    owner, tile, first, steps, low, high = pieces
     count = np.bincount(low, minlength=rows + 1) - np.bincount(high, minlength=rows + 1)
     count = np.cumsum(count)[:rows]
     several = np.zeros(rows + 1, np.int64)
@@ -217,25 +211,26 @@ def records(streams: TileStreams, pieces: Pieces, group: int, bins: int, per_ste
     head[1:] = pieces.bin[1:] != pieces.bin[:-1]
     place = np.where(head, pieces.bin, bins - 1 + np.cumsum(~head))
     per_tile = -(-TILE_ROWS // group)
-    size = (bins + int((~head).sum()), RECORD + 2 * per_step + per_tile)
-    table = np.zeros(size, np.int32)
-    table[:, 8] = -1
+    filled = np.zeros((len(place), RECORD + 2 * per_step + per_tile), np.int32)
     base = streams.cuts[pieces.tile]
-    low, high = (pieces.low - base) * group, (pieces.high - base) * group
-    table[place, 0] = base
-    table[place, 1] = (streams.cuts[pieces.tile + 1] - base) * group
-    table[place, 2] = pieces.steps
-    table[place, 3] = pieces.first
-    table[place, 4] = pieces.partial - low
-    table[place, 5] = low
-    table[place, 6] = high
-    table[place, 7] = pieces.direct
-    table[place[:-1], 8] = np.where(head[1:], -1, place[1:])
+    filled[:, 0] = base
+    filled[:, 1] = (streams.cuts[pieces.tile + 1] - base) * group
+    filled[:, 2] = pieces.steps
+    filled[:, 3] = pieces.first
+    filled[:, 5] = (pieces.low - base) * group
+    filled[:, 6] = (pieces.high - base) * group
+    filled[:, 4] = pieces.partial - filled[:, 5]
+    filled[:, 7] = pieces.direct
+    filled[:-1, 8] = np.where(head[1:], -1, place[1:])
+    filled[-1:, 8] = -1
     pages = pieces.first[:, None] * per_step + np.arange(per_step)
-    table[place, RECORD : RECORD + per_step] = streams.words[pages]
-    table[place, RECORD + per_step : RECORD + 2 * per_step] = streams.masks[pages]
+    filled[:, RECORD : RECORD + per_step] = streams.words[pages]
+    filled[:, RECORD + per_step : RECORD + 2 * per_step] = streams.masks[pages]
     rows = np.minimum(base[:, None] + np.arange(per_tile), len(streams.rows) - 1)
-    table[place, RECORD + 2 * per_step :] = streams.rows[rows]
+    filled[:, RECORD + 2 * per_step :] = streams.rows[rows]
+    table = np.zeros((bins + len(place) - int(head.sum()), filled.shape[1]), np.int32)
+    table[:, 8] = -1
+    table[place] = filled
     return table
 
 

@@ -75,7 +75,8 @@ def _window_starts(layout: AttentionLayout, rows: Int32, window: int) -> Int32:
     count = layout.segment_rows
     seen = np.repeat(layout.chain_tokens - count + 1 - layout.segment_indptr[:-1], count)
     seen += np.arange(layout.num_rows, dtype=np.int32)
-    return np.maximum(0, seen[rows] - window).astype(np.int32)
+    starts: Int32 = np.maximum(0, seen[rows] - window).astype(np.int32)
+    return starts
 
 
 def _positions(layout: AttentionLayout, runs: RowRuns) -> Int32:
@@ -87,9 +88,10 @@ def _positions(layout: AttentionLayout, runs: RowRuns) -> Int32:
 
 def _over_rows(reduce: np.ufunc, values: Int32, low: Int32, high: Int32) -> Int32:
     """The reduction of `values` over each range of rows."""
-    pairs = np.stack([low, high], axis=1).ravel()
+    pairs = np.empty(2 * len(low), np.int64)
+    pairs[::2], pairs[1::2] = low, high
     # The last range may end at the array's end, which reduceat does not take as an index.
-    found: Int32 = reduce.reduceat(np.append(values, values[-1:]), pairs)[::2]
+    found: Int32 = reduce.reduceat(np.concatenate([values, values[-1:]]), pairs)[::2]
     return found
 
 
@@ -106,7 +108,7 @@ def _within_window(layout: AttentionLayout, runs: RowRuns, starts: Int32) -> Row
 
 
 def _place_runs(runs: RowRuns, cuts: Int32, page_size: int, bins: int) -> _Placement:
-    tile_of = np.repeat(np.arange(len(cuts) - 1, dtype=np.int32), np.diff(cuts))
+    tile_of = np.repeat(np.arange(len(cuts) - 1, dtype=np.int32), cuts[1:] - cuts[:-1])
     first = tile_of[runs.low]
     span = tile_of[runs.high - 1] - first + 1
     is_wide = _wide_runs(runs, span, page_size, bins)
@@ -162,7 +164,9 @@ def _lay_pages(
     first = before + shift[place.region]
     flat = np.arange(int(count.sum()), dtype=np.int64)
     source = np.repeat(runs.page[place.run] - before, count) + flat
-    target = np.repeat(first - before, count) + flat if shift.any() else flat
+    target: slice | NDArray[np.int64] = slice(len(flat))
+    if shift.any():
+        target = np.repeat(first - before, count) + flat
 
     size = int(region_step[-1] + 1) * per_step  # the kernel looks a step ahead
     words, masks = np.zeros(size, np.int32), np.zeros(size, np.int32)
@@ -176,9 +180,8 @@ def _lay_pages(
         begin = _positions(layout, runs)[place.run] - before * layout.page_size
         positions[target] = np.repeat(begin, count) + flat * layout.page_size
         latest = _over_rows(np.maximum, starts, place.low, place.high)
-        hidden = positions[target] < np.repeat(latest, count)
-        masks[target[hidden]] |= MASKED
-    masks[masks != whole] |= MASKED
+        masks[target] |= (positions[target] < np.repeat(latest, count)) * np.int32(MASKED)
+    masks |= (masks != whole) * np.int32(MASKED)
     return TileStreams(
         rows=runs.rows,
         cuts=place.cuts,

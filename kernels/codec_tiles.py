@@ -35,7 +35,7 @@ class RowRuns:
 
 def _chains(layout: AttentionLayout) -> Int32:  # [levels, segments], -1 below a segment's node
     """Each segment's chain, the root on level 0."""
-    parent = np.append(layout.node_parent, np.int32(-1))
+    parent = np.concatenate([layout.node_parent, np.array([-1], np.int32)])
     levels = [layout.segment_node]
     while True:
         above = parent[levels[-1]]

@@ -92,7 +92,7 @@ class CodecDecode:
     """
 
     kernel = Kernel.CODEC
-    phase = Phase.DECODE
+    phase = Phase.DECODE  # and PREFILL, where `refusal` lets several rows a segment pass
 
     def __init__(
         self, shape: HeadShape, device: torch.device, numbers: DecodeNumbers, processors: int = 0

@@ -1,0 +1,262 @@
+"""Tree decode on a CUDA device: shared pages are read once by all rows below them."""
+
+import math
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from stemserve.kernels import codec_triton
+from stemserve.kernels.attention_state import AttentionState, LayerKV
+from stemserve.kernels.codec_pieces import divide, piece_tokens
+from stemserve.kernels.codec_streams import tile_streams
+from stemserve.kernels.codec_tables import DeviceTables, HostTables, host_tables
+from stemserve.kernels.codec_tiles import STEP_TOKENS, TILE_ROWS
+from stemserve.kernels.layout import AttentionLayout, HeadShape, int32
+from stemserve.kernels.strategy import Kernel, Phase, Work
+
+PAGE_SIZES = tuple(size for size in (8, 16, 32, 64) if size <= STEP_TOKENS)
+LOG2E = 1 / math.log(2)
+KERNELS: Any = codec_triton  # untyped: device code
+
+
+def _power_of_2(least: int) -> int:
+    return 1 << (least - 1).bit_length()
+
+
+def merge_block(outputs: int, columns: int, group: int) -> tuple[int, int]:
+    """Heads of a program of the merge, and partial results that it loads at once (H200)."""
+    if columns <= 4 and group <= 8:
+        return group, columns
+    if outputs <= 1024 or group % 2:
+        return 1, min(columns, 40)
+    return 2, 8
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LaunchShape:
+    """How a head of some bytes is best read (H200)."""
+
+    resident: int  # CTAs an SM
+    stages: int  # steps in shared memory
+    warps: int
+    registers: int | None = None
+
+
+NARROW = LaunchShape(resident=2, stages=3, warps=4)  # to 256 bytes a head
+WIDE = LaunchShape(resident=1, stages=2, warps=8)  # to 512
+WIDEST = LaunchShape(resident=1, stages=1, warps=8)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DecodeNumbers:
+    """Number formats and what the model adds to plain attention."""
+
+    dtype: torch.dtype  # of q and the result
+    soft_cap: float = 0.0  # 0: none
+    window: int = 0  # tokens that a row sees, itself included; 0: all
+    k_scale: float = 1.0  # of FP8 pages
+    v_scale: float = 1.0
+
+
+@dataclass(kw_only=True)
+class DecodePlan:
+    """Device tables and partial results of one layout; every layer runs it."""
+
+    tables: DeviceTables
+    partial_out: Tensor  # [kv_heads, partial_rows, head_dim]
+    partial_lse: Tensor  # [kv_heads, partial_rows]
+    merges: bool
+
+    @property
+    def work(self) -> Work:
+        return host_work(self.tables.host)
+
+
+def host_work(host: HostTables) -> Work:
+    pieces = host.pieces
+    return Work(
+        rows=int32(pieces.high - pieces.low),
+        kv_tokens=piece_tokens(host.streams, pieces, host.layout.page_size),
+        launches=2 if host.merges else 1,
+    )
+
+
+class CodecDecode:
+    """One persistent kernel over equal pieces of the tiles' page streams, and a merge.
+
+    A plan's launches depend on its capacities only, so a captured graph stays valid while `replan`
+    or `grow` say so.
+    """
+
+    kernel = Kernel.CODEC
+    phase = Phase.DECODE  # and PREFILL, where `refusal` lets several rows a segment pass
+
+    def __init__(
+        self, shape: HeadShape, device: torch.device, numbers: DecodeNumbers, processors: int = 0
+    ) -> None:
+        """`processors`: CTAs that run at once on each KV head's share; 0 asks the device."""
+        if shape.scale <= 0 or numbers.k_scale <= 0:
+            raise ValueError(
+                "tree decode takes its maximum before scaling: scales must be positive"
+            )
+        self.shape = shape
+        self.device = device
+        self.numbers = numbers
+        self._processors = processors
+
+    @cached_property
+    def bins(self) -> int:
+        """CTAs of one KV head."""
+        if self._processors:
+            return self._processors
+        properties: Any = torch.cuda.get_device_properties(self.device)
+        count: int = properties.multi_processor_count
+        return max(1, count * self.launch.resident // self.shape.kv_heads)
+
+    @property
+    def padded_dim(self) -> int:
+        return max(16, _power_of_2(self.shape.head_dim))
+
+    @property
+    def launch(self) -> LaunchShape:
+        head_bytes = self.padded_dim * self.numbers.dtype.itemsize
+        return NARROW if head_bytes <= 256 else WIDE if head_bytes <= 512 else WIDEST
+
+    def refusal(self, layout: AttentionLayout) -> str | None:
+        if layout.segment_is_item.any():
+            return "tree decode has no item segments"
+        if layout.page_size not in PAGE_SIZES:
+            return f"tree decode takes pages of {PAGE_SIZES} tokens, not {layout.page_size}"
+        if self.shape.group > TILE_ROWS:
+            return f"a group of {self.shape.group} heads exceeds a tile of {TILE_ROWS} rows"
+        return _tail_refusal(layout)
+
+    def host_plan(self, layout: AttentionLayout) -> HostTables:
+        group, bins = self.shape.group, self.bins
+        streams = tile_streams(layout, group, bins, self.numbers.window)
+        pieces = divide(streams, group, layout.page_size, bins)
+        return host_tables(layout, streams, pieces, group, bins)
+
+    def work(self, layout: AttentionLayout) -> Work:
+        return host_work(self.host_plan(layout))
+
+    def plan(self, layout: AttentionLayout) -> DecodePlan:
+        host = self.host_plan(layout)
+        tables = DeviceTables.make(host, self.device)
+        size = (self.shape.kv_heads, max(1, tables.capacity.partial_rows))
+        half = self.numbers.dtype == torch.float16
+        return DecodePlan(
+            tables=tables,
+            partial_out=torch.empty(
+                (*size, self.shape.head_dim),
+                dtype=torch.float16 if half else torch.float32,
+                device=self.device,
+            ),
+            partial_lse=torch.empty(size, dtype=torch.float32, device=self.device),
+            merges=host.merges,
+        )
+
+    def replan(self, plan: DecodePlan, layout: AttentionLayout) -> bool:
+        """Put another layout into the plan's buffers; False if it needs a plan of its own."""
+        host = self.host_plan(layout)
+        if not plan.tables.capacity.holds(host.size) or (host.merges and not plan.merges):
+            return False
+        plan.tables.fill(host)
+        return True
+
+    def grow(self, plan: DecodePlan, layout: AttentionLayout) -> bool:
+        """Take over the tokens that leaves gained in their last pages; False if more changed."""
+        return plan.tables.grow(layout)
+
+    def run(self, plan: DecodePlan, q: Tensor, kv: LayerKV) -> AttentionState:
+        out = torch.empty_like(q)
+        lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
+        self.run_into(plan, q, kv, AttentionState(out, lse))
+        return AttentionState(out, lse)
+
+    def run_into(self, plan: DecodePlan, q: Tensor, kv: LayerKV, target: AttentionState) -> None:
+        if plan.tables.capacity.rows == 0:
+            return
+        self._read_tree(plan, q, kv, target)
+        if plan.merges:
+            self._merge(plan, target)
+
+    def _read_tree(self, plan: DecodePlan, q: Tensor, kv: LayerKV, target: AttentionState) -> None:
+        tables, numbers, shape = plan.tables, self.numbers, self.shape
+        scale, cap_scale = shape.scale * numbers.k_scale * LOG2E, 0.0
+        if numbers.soft_cap:
+            scale, cap_scale = numbers.soft_cap * LOG2E, 2 * scale / numbers.soft_cap
+        KERNELS.tree_kernel[(self.bins * shape.kv_heads,)](
+            q,
+            kv.k_pages,
+            kv.v_pages,
+            tables.records,
+            tables.words,
+            tables.masks,
+            tables.positions,
+            tables.starts,
+            plan.partial_out,
+            plan.partial_lse,
+            target.out,
+            target.lse,
+            plan.partial_lse.shape[1],
+            scale,
+            cap_scale,
+            numbers.v_scale,
+            HEADS=shape.query_heads,
+            KV_HEADS=shape.kv_heads,
+            DIM=shape.head_dim,
+            DIM_PAD=self.padded_dim,
+            PAGE=kv.k_pages.shape[1],
+            STAGES=self.launch.stages,
+            SOFT_CAP=numbers.soft_cap > 0,
+            WINDOW=numbers.window > 0,
+            WIDEN=numbers.dtype == torch.float32 or q.device.type == "cpu",
+            num_warps=self.launch.warps,
+            maxnreg=self.launch.registers,
+        )
+
+    def _merge(self, plan: DecodePlan, target: AttentionState) -> None:
+        tables, shape = plan.tables, self.shape
+        columns, rows = tables.capacity.columns, tables.capacity.rows
+        heads, block = merge_block(rows * shape.query_heads, columns, shape.group)
+        KERNELS.merge_kernel[(shape.query_heads // heads, rows)](
+            plan.partial_out,
+            plan.partial_lse,
+            tables.rows,
+            tables.merge_count,
+            tables.merge,
+            target.out,
+            target.lse,
+            columns,
+            plan.partial_lse.shape[1],
+            HEADS=shape.query_heads,
+            KV_HEADS=shape.kv_heads,
+            DIM=shape.head_dim,
+            DIM_PAD=self.padded_dim,
+            OWN_HEADS=heads,
+            BLOCK=block,
+            num_warps=1,
+        )
+
+
+def _tail_refusal(layout: AttentionLayout) -> str | None:
+    """Several rows a segment must be the last tokens of a node that no other segment reads."""
+    rows = layout.segment_rows
+    several = rows > 1
+    if not several.any():
+        return None
+    nodes = layout.segment_node[several]
+    if nodes.min() < 0 or bool((layout.node_tokens[nodes] < rows[several]).any()):
+        return "the rows of a segment are not all in its own node"
+    readers = [0] * layout.num_nodes
+    for segment in range(layout.num_segments):
+        for node in layout.chain(int(layout.segment_node[segment])):
+            readers[node] += 1
+    owners: list[int] = nodes.tolist()
+    if any(readers[node] > 1 for node in owners):
+        return "a segment of several rows shares its node with another segment"
+    return None

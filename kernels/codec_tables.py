@@ -1,0 +1,238 @@
+"""The device tables of a tree-decode plan: one buffer, one copy, small writes as leaves grow."""
+
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from stemserve.kernels.codec_pieces import RECORD, Pieces, records
+from stemserve.kernels.codec_streams import TileStreams
+from stemserve.kernels.codec_tiles import PAGE_BITS, STEP_TOKENS
+from stemserve.kernels.layout import AttentionLayout, Int32
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Capacity:
+    """Sizes that a captured graph fixes; a later plan that needs no more takes the same buffers."""
+
+    rows: int
+    records: int
+    pages: int
+    columns: int  # partial results of a row
+    partial_rows: int
+    windowed: bool
+
+    def holds(self, other: "Capacity") -> bool:
+        return (self.rows, self.windowed) == (other.rows, other.windowed) and all(
+            getattr(self, name) >= getattr(other, name)
+            for name in ("records", "pages", "columns", "partial_rows")
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HostTables:
+    """A plan's tables on the host, before they go to the device."""
+
+    layout: AttentionLayout
+    streams: TileStreams
+    pieces: Pieces
+    records: Int32
+
+    @property
+    def size(self) -> Capacity:
+        return Capacity(
+            rows=len(self.streams.rows),
+            records=len(self.records),
+            pages=len(self.streams.words),
+            columns=self.pieces.merge.shape[1],
+            partial_rows=self.pieces.partial_rows,
+            windowed=len(self.streams.starts) > 0,
+        )
+
+    @property
+    def merges(self) -> bool:
+        return bool((self.pieces.merge_count >= 0).any())
+
+
+def host_tables(
+    layout: AttentionLayout, streams: TileStreams, pieces: Pieces, group: int, bins: int
+) -> HostTables:
+    return HostTables(
+        layout=layout,
+        streams=streams,
+        pieces=pieces,
+        records=records(streams, pieces, group, bins, STEP_TOKENS // layout.page_size),
+    )
+
+
+def with_room(size: Capacity) -> Capacity:
+    """Room for later plans of the same rows: a quarter more, in coarse steps."""
+
+    def more(count: int, step: int) -> int:
+        return -(-(count + count // 4) // step) * step
+
+    return Capacity(
+        rows=size.rows,
+        records=more(size.records, 16),
+        pages=more(size.pages, 256),
+        columns=-(-size.columns // 8) * 8 if size.columns > 4 else 4,
+        partial_rows=more(size.partial_rows, 256),
+        windowed=size.windowed,
+    )
+
+
+@dataclass(kw_only=True)
+class DeviceTables:
+    """Views of one int32 buffer on the device, and what is in it."""
+
+    capacity: Capacity
+    buffer: Tensor
+    rows: Tensor  # [rows]
+    records: Tensor  # [records, RECORD + 2 * pages a step]
+    words: Tensor  # [pages]
+    masks: Tensor  # [pages]
+    merge_count: Tensor  # [rows]
+    merge: Tensor  # [rows, columns]
+    positions: Tensor  # [pages] with a window
+    starts: Tensor  # [rows] with a window
+    host: HostTables
+    _growth: "_Growth | None" = field(default=None, repr=False)
+
+    @classmethod
+    def make(cls, host: HostTables, device: torch.device) -> "DeviceTables":
+        capacity, width = with_room(host.size), host.records.shape[1]
+        ends = np.cumsum(_section_sizes(capacity, width)).tolist()
+        buffer = torch.empty(ends[-1], dtype=torch.int32, device=device)
+        parts = [buffer[a:b] for a, b in zip([0, *ends[:-1]], ends, strict=True)]
+        rows, record, words, masks, merge_count, merge, positions, starts = parts
+        tables = cls(
+            capacity=capacity,
+            buffer=buffer,
+            rows=rows,
+            records=record[: capacity.records * width].view(-1, width),
+            words=words,
+            masks=masks,
+            merge_count=merge_count,
+            merge=merge[: capacity.rows * capacity.columns].view(-1, capacity.columns),
+            positions=positions,
+            starts=starts,
+            host=host,
+        )
+        tables.fill(host)
+        return tables
+
+    def fill(self, host: HostTables) -> None:
+        """Copy the tables of a plan that fits; the copy is ordered on the current stream."""
+        staged = torch.empty(len(self.buffer), dtype=torch.int32, pin_memory=self.buffer.is_cuda)
+        flat = staged.numpy()
+        sizes = _section_sizes(self.capacity, host.records.shape[1])
+        starts = np.cumsum([0, *sizes[:-1]]).tolist()
+        pieces, streams = host.pieces, host.streams
+        merge = np.full((self.capacity.rows, self.capacity.columns), -1, np.int32)
+        merge[:, : pieces.merge.shape[1]] = pieces.merge
+        parts = (
+            streams.rows,
+            host.records,
+            streams.words,
+            streams.masks,
+            pieces.merge_count,
+            merge,
+            streams.positions,
+            streams.starts,
+        )
+        for start, part in zip(starts, parts, strict=True):
+            flat[start : start + part.size] = part.ravel()
+        self.buffer.copy_(staged, non_blocking=True)
+        self.host = host
+        self._growth = None
+
+    def grow(self, layout: AttentionLayout) -> bool:
+        """Take over longer last pages of the leaves; False if anything else differs."""
+        if self.capacity.windowed or not _same_pages(self.host.layout, layout):
+            return False
+        if self._growth is None:
+            self._growth = _growth(self)
+        growth = self._growth
+        tokens = layout.node_tokens[growth.node] - growth.before
+        words = growth.words + (tokens << PAGE_BITS)
+        masks = growth.masks + (tokens << 16)
+        values = np.concatenate([words, masks, words[growth.copied], masks[growth.copied]])
+        staged = torch.from_numpy(values.astype(np.int32))
+        if self.buffer.is_cuda:
+            staged = staged.pin_memory()
+        self.buffer.scatter_(0, growth.index, staged.to(self.buffer.device, non_blocking=True))
+        return True
+
+
+def _section_sizes(capacity: Capacity, record: int) -> list[int]:
+    """Sections start at multiples of 64 entries, but the last part of each may be unused."""
+    sizes = (
+        capacity.rows,
+        capacity.records * record,
+        capacity.pages,
+        capacity.pages,
+        capacity.rows,
+        capacity.rows * capacity.columns,
+        capacity.pages if capacity.windowed else 0,
+        capacity.rows if capacity.windowed else 0,
+    )
+    return [-(-size // 64) * 64 for size in sizes]
+
+
+def _same_pages(old: AttentionLayout, new: AttentionLayout) -> bool:
+    """Whether only the tokens in last pages differ, and none has fewer."""
+    return (
+        old.page_size == new.page_size
+        and np.array_equal(old.node_parent, new.node_parent)
+        and np.array_equal(old.node_page_indptr, new.node_page_indptr)
+        and np.array_equal(old.node_pages, new.node_pages)
+        and np.array_equal(old.segment_indptr, new.segment_indptr)
+        and np.array_equal(old.segment_node, new.segment_node)
+        and bool((old.segment_rows == 1).all())
+        and bool((new.node_tokens >= old.node_tokens).all())
+        and bool((-(-new.node_tokens // new.page_size) == np.diff(new.node_page_indptr)).all())
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Growth:
+    """The pages that are not full, and every place of the buffer that repeats them."""
+
+    node: Int32  # [tails]
+    before: Int32  # [tails] tokens of the node when the plan was made
+    words: Int32  # [tails]
+    masks: Int32  # [tails]
+    copied: NDArray[np.intp]  # tails that piece records repeat
+    index: Tensor  # int64, where words, masks and the copies of both are
+
+
+def _growth(tables: DeviceTables) -> _Growth:
+    host = tables.host
+    streams, layout = host.streams, host.layout
+    tails = np.flatnonzero(layout.node_tokens[streams.run_node] % layout.page_size)
+    at = streams.run_page[tails] + streams.run_pages[tails] - 1
+    tail_of = np.full(len(streams.words), -1, np.int64)
+    tail_of[at] = np.arange(len(at))
+    per_step = STEP_TOKENS // layout.page_size
+    live = np.flatnonzero(host.records[:, 2])
+    shown = host.records[live, 3][:, None] * per_step + np.arange(per_step)
+    tail = tail_of[shown]
+    record, place = np.nonzero(tail >= 0)
+    inside = live[record] * host.records.shape[1] + RECORD + place
+    base = [
+        (section.data_ptr() - tables.buffer.data_ptr()) // 4
+        for section in (tables.words, tables.masks, tables.records)
+    ]
+    index = np.concatenate(
+        [base[0] + at, base[1] + at, base[2] + inside, base[2] + inside + per_step]
+    )
+    return _Growth(
+        node=streams.run_node[tails],
+        before=layout.node_tokens[streams.run_node[tails]],
+        words=streams.words[at],
+        masks=streams.masks[at],
+        copied=tail[record, place],
+        index=torch.from_numpy(index.astype(np.int64)).to(tables.buffer.device),
+    )

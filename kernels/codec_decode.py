@@ -112,8 +112,8 @@ class CodecDecode:
         """CTAs of one KV head."""
         if self._processors:
             return self._processors
-        properties: Any = torch.cuda.get_device_properties(self.device)
-        count: int = properties.multi_processor_count
+        cuda: Any = torch.cuda  # partly untyped
+        count: int = cuda.get_device_properties(self.device).multi_processor_count
         return max(1, count * self.launch.resident // self.shape.kv_heads)
 
     @property

@@ -10,6 +10,7 @@ from torch import Tensor
 from stemserve.kernels.codec_pieces import RECORD, Pieces, records
 from stemserve.kernels.codec_streams import TileStreams
 from stemserve.kernels.codec_tiles import PAGE_BITS, STEP_TOKENS
+from stemserve.kernels.host_array import device_tensor, index_tensor
 from stemserve.kernels.layout import AttentionLayout, Int32
 
 
@@ -159,10 +160,8 @@ class DeviceTables:
         words = growth.words + (tokens << PAGE_BITS)
         masks = growth.masks + (tokens << 16)
         values = np.concatenate([words, masks, words[growth.copied], masks[growth.copied]])
-        staged = torch.from_numpy(values.astype(np.int32))
-        if self.buffer.is_cuda:
-            staged = staged.pin_memory()
-        self.buffer.scatter_(0, growth.index, staged.to(self.buffer.device, non_blocking=True))
+        grown = device_tensor(values.astype(np.int32), self.buffer.device)
+        self.buffer.scatter_(0, growth.index, grown)
         return True
 
 
@@ -234,5 +233,5 @@ def _growth(tables: DeviceTables) -> _Growth:
         words=streams.words[at],
         masks=streams.masks[at],
         copied=tail[record, place],
-        index=torch.from_numpy(index.astype(np.int64)).to(tables.buffer.device),
+        index=index_tensor(index, tables.buffer.device),
     )

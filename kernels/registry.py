@@ -19,12 +19,18 @@ from stemserve.kernels.strategy import Kernel, Phase, Strategy
 
 
 def strategies(
-    shape: HeadShape, *, device: torch.device, costs: CostTable, limits: CodecLimits | None = None
+    shape: HeadShape,
+    *,
+    device: torch.device,
+    dtype: torch.dtype,
+    costs: CostTable,
+    limits: CodecLimits | None = None,
 ) -> dict[tuple[Phase, Kernel], Strategy]:
-    """`limits` of the codec's task division; None: the device runs one task at a time.
+    """`limits` of the torch codec's task division; None: the device runs one task at a time.
 
     One task is the case of a CPU, where each call is spread over all threads.
     """
+    task_limits = limits or CodecLimits(workers=1)
     available: Sequence[Strategy] = (
         NaiveAttention(shape, device),
         SplitAttention(shape, device),
@@ -34,6 +40,15 @@ def strategies(
         CustomMaskAttention(shape, device),
         PagedAttention(shape, device),
         CascadeAttention(shape, device, Phase.DECODE),
-        CodecAttention(shape, device, costs, limits or CodecLimits(workers=1)),
+        _codec(shape, device, dtype) or CodecAttention(shape, device, costs, task_limits),
     )
     return {(strategy.phase, strategy.kernel): strategy for strategy in available}
+
+
+def _codec(shape: HeadShape, device: torch.device, dtype: torch.dtype) -> Strategy | None:
+    """Tree decode in Triton; None on a CPU, where Triton need not be installed."""
+    if device.type != "cuda":
+        return None
+    from stemserve.kernels.codec_decode import CodecDecode, DecodeNumbers
+
+    return CodecDecode(shape, device, DecodeNumbers(dtype=dtype))

@@ -46,7 +46,7 @@ def make_parts(config: WorkerConfig, progress: Progress, check: Callable[[], Non
     model = _load(config, device, progress)
     heads = model.config.heads
     costs = device_costs(config.cost_table, heads, model.dtype, device, _checking(check))
-    available = strategies(heads, device=device, costs=costs)
+    available = strategies(heads, device=device, dtype=model.dtype, costs=costs)
     pool = _make_pool(config, model)
     limits = _limits(config, model, pool.shape)
     sampler = Sampler(limits.sampler_slots, device)

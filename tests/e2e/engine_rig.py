@@ -56,10 +56,12 @@ class InProcessWorker:
     facts: WorkerFacts
 
 
-def start_worker(model: Path, *, kv_pages: int) -> InProcessWorker:
+def start_worker(model: Path, *, kv_pages: int, device: str = "cpu") -> InProcessWorker:
     options = {
         "--listen": "unix:/unused",
         "--model": model,
+        "--device": device,
+        "--dtype": "float32",
         "--threads": 1,
         "--kv-pages": kv_pages,
         "--cost-table": COST_TABLE,

@@ -45,8 +45,9 @@ class MakeRig(Protocol):
 
 
 class RandomModels:
-    def __init__(self, folders: pytest.TempPathFactory) -> None:
+    def __init__(self, folders: pytest.TempPathFactory, *, device: str = "cpu") -> None:
         self._folders = folders
+        self._device = device
         self._made: dict[tuple[str, int, int, int], RandomModel] = {}
 
     def lm(
@@ -98,4 +99,5 @@ class RandomModels:
     def _serve(self, model: Any, *, kv_pages: int) -> RandomModel:
         folder = self._folders.mktemp("model")
         model.save_pretrained(folder)
-        return RandomModel(oracle=Oracle(model), worker=start_worker(folder, kv_pages=kv_pages))
+        worker = start_worker(folder, kv_pages=kv_pages, device=self._device)
+        return RandomModel(oracle=Oracle(model), worker=worker)

@@ -95,7 +95,8 @@ def emulate(
     for start in range(bins):
         piece = start
         while piece >= 0:
-            row0, rows, steps, first, offset, low, high, is_direct, piece = table[piece][:9]
+            record: list[int] = table[piece][:9].tolist()
+            row0, rows, steps, first, offset, low, high, is_direct, piece = record
             seen: list[list[int]] = [[] for _ in range(rows)]
             for at in range(first * per_step, (first + steps) * per_step):
                 word, mask = int(streams.words[at]), int(streams.masks[at])
@@ -130,7 +131,8 @@ def check(
     partial, direct = emulate(streams, table, group, layout.page_size, bins)
     expected = seen_tokens(layout, window)
     assert np.array_equal(np.sort(streams.rows), np.arange(layout.num_rows))
-    for place, row in enumerate(streams.rows.tolist()):
+    rows: list[int] = streams.rows.tolist()
+    for place, row in enumerate(rows):
         count = int(pieces.merge_count[place])
         if count < 0:
             assert sorted(direct[place]) == sorted(expected[row])

@@ -9,7 +9,9 @@ from stemserve.kernels.strategy import Kernel, Phase
 
 
 def test_every_strategy_is_registered_under_its_own_phase_and_kernel(costs: CostTable) -> None:
-    found = strategies(head_shape(4, 2, 16), device=torch.device("cpu"), costs=costs)
+    found = strategies(
+        head_shape(4, 2, 16), device=torch.device("cpu"), dtype=torch.float32, costs=costs
+    )
     assert found.keys() == {
         (Phase.PREFILL, Kernel.NAIVE),
         (Phase.PREFILL, Kernel.SPLIT),

@@ -45,7 +45,7 @@ Strategies = Mapping[tuple[Phase, Kernel], Strategy]
 
 
 def all_strategies(shape: HeadShape, costs: CostTable) -> Strategies:
-    return strategies(shape, device=CPU, costs=costs, limits=LIMITS)
+    return strategies(shape, device=CPU, dtype=torch.float32, costs=costs, limits=LIMITS)
 
 
 def run(strategy: Strategy, inputs: Inputs) -> AttentionState:
@@ -200,7 +200,9 @@ def test_the_torch_paths_run_on_a_gpu(seed: int, costs: CostTable) -> None:
         layout = random_layout(rng, page_size=16, decode=decode)
         inputs = random_inputs(layout, shape, seed)
         q, kv = inputs.q.to(cuda), LayerKV(*(tensor.to(cuda) for tensor in inputs.kv))
-        for (phase, _), strategy in strategies(shape, device=cuda, costs=costs).items():
+        for (phase, _), strategy in strategies(
+            shape, device=cuda, dtype=torch.float32, costs=costs
+        ).items():
             if strategy.refusal(layout) is None and (phase is Phase.DECODE) == decode:
                 out, lse = strategy.run(strategy.plan(layout), q, kv)
                 assert_oracle(AttentionState(out.cpu(), lse.cpu()), inputs)

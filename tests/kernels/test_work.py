@@ -29,7 +29,9 @@ REQUESTS = 12
 def strategy_of(phase: Phase, kernel: Kernel, costs: CostTable) -> Strategy:
     limits = CodecLimits(workers=3, min_split_tokens=32, tile_rows=5)
     cpu = torch.device("cpu")
-    return strategies(SHAPE, device=cpu, costs=costs, limits=limits)[phase, kernel]
+    return strategies(SHAPE, device=cpu, dtype=torch.float32, costs=costs, limits=limits)[
+        phase, kernel
+    ]
 
 
 def count(strategy: Strategy, layout: AttentionLayout) -> tuple[Work, ReadCounter]:
@@ -130,7 +132,7 @@ def test_paged_reads_the_prefix_once_a_request(costs: CostTable) -> None:
 @pytest.mark.parametrize("kernel", [Kernel.CASCADE, Kernel.CODEC])
 def test_tree_decode_reads_every_node_once(kernel: Kernel, costs: CostTable) -> None:
     cpu = torch.device("cpu")
-    strategy = strategies(SHAPE, device=cpu, costs=costs)[Phase.DECODE, kernel]
+    strategy = strategies(SHAPE, device=cpu, dtype=torch.float32, costs=costs)[Phase.DECODE, kernel]
     _, counter = count(strategy, decode_layout())
     assert sum(tokens for _, tokens in counter.blocks) == PREFIX + REQUESTS * 10
 

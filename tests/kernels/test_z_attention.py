@@ -37,7 +37,9 @@ def answers(
 ) -> tuple[list[float], list[float]]:
     """The mean that each row answers with, the same in every head and channel; and the LSE."""
     limits = CodecLimits(workers=4, min_split_tokens=16)
-    strategy = strategies(SHAPE, device=CPU, costs=costs, limits=limits)[phase, kernel]
+    strategy = strategies(SHAPE, device=CPU, dtype=torch.float32, costs=costs, limits=limits)[
+        phase, kernel
+    ]
     assert strategy.refusal(layout) is None
     inputs = z_inputs(layout, SHAPE)
     out, lse = strategy.run(strategy.plan(layout), inputs.q, inputs.kv)
@@ -170,7 +172,9 @@ def test_identical_requests_over_a_long_prefix_answer_alike(
     inputs.kv.k_rows.copy_(one_item.repeat(batch, 1, 1))
     inputs.kv.v_rows.copy_(one_item.repeat(batch, 1, 1))
     q = torch.randn(4, 32, 16, generator=torch.Generator().manual_seed(1)).repeat(batch, 1, 1)
-    strategy = strategies(shape, device=CPU, costs=costs)[Phase.PREFILL, kernel]
+    strategy = strategies(shape, device=CPU, dtype=torch.float32, costs=costs)[
+        Phase.PREFILL, kernel
+    ]
     out, lse = strategy.run(strategy.plan(layout), q, inputs.kv)
     alone = strategy.run(strategy.plan(items_over(1024, [4])), q[:4], inputs.kv)
     torch.testing.assert_close(out, alone.out.repeat(batch, 1, 1), atol=0, rtol=1e-4)

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import pytest
+import torch
 from tests.worker.plans import PlanBuilder
 from tests.worker.tiny_model import CPU
 from torch import Tensor
@@ -232,7 +233,7 @@ def real() -> Dispatcher:
         kv_tokens=tokens,
         seconds=seconds,
     )
-    available = strategies(SHAPE, device=CPU, costs=costs)
+    available = strategies(SHAPE, device=CPU, dtype=torch.float32, costs=costs)
     return Dispatcher(available, costs, forced=None)
 
 

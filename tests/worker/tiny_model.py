@@ -95,7 +95,7 @@ def make_runner(
         classes=0,
     )
     sampler = Sampler(8, device)
-    available = strategies(config.heads, device=device, costs=costs)
+    available = strategies(config.heads, device=device, dtype=torch.float32, costs=costs)
     runner = ModelRunner(
         model,
         pool,

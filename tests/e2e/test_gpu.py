@@ -1,0 +1,54 @@
+"""The engine on a GPU in float32, strategy by strategy, against transformers on the CPU."""
+
+import numpy as np
+import pytest
+from tests.e2e.generate_cases import assert_samples, generation, prompt_and_tokens
+from tests.e2e.random_models import FAMILIES, VOCAB, MakeRig, RandomModels, random_tokens
+from tests.e2e.score_cases import ScoreCase
+
+from stemserve.proto.v1 import inference_pb2
+
+pytestmark = pytest.mark.gpu
+
+KERNELS = tuple(inference_pb2.Kernel.values())  # the first lets the cost model choose
+
+
+@pytest.fixture(scope="module")
+def gpu_models(tmp_path_factory: pytest.TempPathFactory) -> RandomModels:
+    return RandomModels(tmp_path_factory, device="cuda")
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("family", FAMILIES)
+async def test_each_strategy_answers_as_transformers_does(
+    gpu_models: RandomModels,
+    make_rig: MakeRig,
+    seed: int,
+    family: str,
+    kernel: inference_pb2.Kernel.ValueType,
+) -> None:
+    rng = np.random.default_rng(seed)
+    model = gpu_models.lm(family)
+    rig = make_rig(model, max_step_tokens=64)
+    cases = [
+        ScoreCase(
+            contexts=[random_tokens(rng, length)],
+            items=[random_tokens(rng, count) for count in (1, 7, 45)],
+            labels=[[3], [4, 5]] if length % 2 else [],
+            kernel=kernel,
+        )
+        for length in (1, 15, 16, 33)
+    ]
+    prompts = [prompt_and_tokens(rng, model.oracle, VOCAB, length=n, count=18) for n in (16, 33)]
+    for _ in range(2):
+        requests = [
+            generation(prompt, max_new_tokens=18, n=3, kernel=kernel) for prompt, _ in prompts
+        ]
+        answers = await rig.run(*requests, *(case.request for case in cases))
+        for (_, tokens), answer in zip(prompts, answers[:2], strict=True):
+            assert_samples(answer, tokens, n=3)
+        for case, answer in zip(cases, answers[2:], strict=True):
+            case.assert_right(model.oracle, answer)
+    if kernel:
+        forced = [group for group in rig.groups if group.kernel == kernel]
+        assert forced and {group.reason for group in forced} == {"forced"}

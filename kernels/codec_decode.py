@@ -172,7 +172,7 @@ class CodecDecode:
         return plan.tables.grow(layout)
 
     def run(self, plan: DecodePlan, q: Tensor, kv: LayerKV) -> AttentionState:
-        out = torch.empty_like(q)
+        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
         self.run_into(plan, q, kv, AttentionState(out, lse))
         return AttentionState(out, lse)
@@ -180,6 +180,8 @@ class CodecDecode:
     def run_into(self, plan: DecodePlan, q: Tensor, kv: LayerKV, target: AttentionState) -> None:
         if plan.tables.capacity.rows == 0:
             return
+        if q.stride()[1:] != (self.shape.head_dim, 1):
+            raise ValueError(f"the heads of a row of q must lie side by side; strides {q.stride()}")
         self._read_tree(plan, q, kv, target)
         if plan.merges:
             self._merge(plan, target)
@@ -202,6 +204,7 @@ class CodecDecode:
             plan.partial_lse,
             target.out,
             target.lse,
+            q.stride(0),
             plan.partial_lse.shape[1],
             scale,
             cap_scale,

@@ -66,7 +66,7 @@ def _windowed(
 
 @triton.jit(do_not_specialize=["partial_rows"])
 def tree_kernel(
-    q: tl.tensor,  # [rows, HEADS, DIM]
+    q: tl.tensor,  # [rows, HEADS, DIM], a row every q_stride elements
     k_pages: tl.tensor,  # [pages, PAGE, KV_HEADS, DIM]
     v_pages: tl.tensor,
     records: tl.tensor,  # the plan's tables; see codec_pieces
@@ -78,6 +78,7 @@ def tree_kernel(
     partial_lse: tl.tensor,  # [KV_HEADS, partial_rows], base 2
     out: tl.tensor,  # [rows, HEADS, DIM]
     lse: tl.tensor,  # [rows, HEADS], natural log
+    q_stride: tl.tensor,
     partial_rows: tl.tensor,
     scale: tl.tensor,  # positive, to base 2; of a capped score, to base 2
     cap_scale: tl.tensor,  # with a soft cap: from q . k to twice the argument of tanh, to base 2
@@ -118,8 +119,10 @@ def tree_kernel(
         mask = tl.load(record + RECORD + PAGES + page)
         # Rows that the tile does not have repeat others: a mask would cost a dependent load.
         at = tl.load(record + RECORD + 2 * PAGES + row // GROUP).to(tl.int64)
-        at = at * HEADS + head * GROUP + row % GROUP
-        tile = tl.load(q + at[:, None] * DIM + dim[None, :], mask=(dim < DIM)[None, :], other=0.0)
+        query_head = head * GROUP + row % GROUP
+        query = at * q_stride + query_head * DIM
+        tile = tl.load(q + query[:, None] + dim[None, :], mask=(dim < DIM)[None, :], other=0.0)
+        at = at * HEADS + query_head
         if WINDOW:
             inside = row < tl.load(record + 1)
             start = tl.load(starts + tl.load(record) + row // GROUP, mask=inside, other=0)

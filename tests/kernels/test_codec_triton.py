@@ -141,7 +141,9 @@ def check(
     decode = CodecDecode(shape, DEVICE, DecodeNumbers(dtype=dtype), bins)
     assert decode.refusal(layout) is None
     kv = random_kv(layout, shape, dtype)
-    q = torch.randn((layout.num_rows, query_heads, dim)).to(dtype).to(DEVICE)
+    # A row of q is part of a row of the fused projection.
+    fused = torch.randn((layout.num_rows, query_heads + 2 * kv_heads, dim)).to(dtype).to(DEVICE)
+    q = fused[:, :query_heads]
     state = run_poisoned(decode, decode.plan(layout), q, kv)
     assert_close(state, expected(layout, q, kv, shape), ERROR[dtype])
 

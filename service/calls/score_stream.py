@@ -41,6 +41,8 @@ class ScoreStreamCalls:
                 async for message in requests:
                     await self._free.acquire()
                     calls.create_task(self._answer(message.request))
+        except ExceptionGroup as group:  # of one: no call raises
+            raise group.exceptions[0] from None
         finally:
             self._answers.put_nowait(None)
 

@@ -3,14 +3,15 @@
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 from contextlib import aclosing
 from typing import Any
 
 import grpc
+from google.protobuf.message import DecodeError
 
 from stemserve.service.calls.status import DETAILS_KEY, status_code, status_message, unexpected
-from stemserve.service.errors import DeadlinePassed, RequestError
+from stemserve.service.errors import DeadlinePassed, InvalidRequest, RequestError
 from stemserve.service.metrics import Metrics
 
 OUR_SERVICES = "/stemserve."
@@ -32,14 +33,15 @@ METHOD_LABELS = {
 Context = grpc.aio.ServicerContext[Any, Any]
 Handler = Any  # a grpc.RpcMethodHandler, which cannot be subscripted at run time
 Call = Callable[[Any, Context], Awaitable[Any]]
-Stream = Callable[[Any, Context], AsyncIterator[Any]]
+Parse = Callable[[bytes], Any]
 
 logger = logging.getLogger(__name__)
 
 
 class CallStatus(grpc.aio.ServerInterceptor):
     """Goes before all other interceptors: it writes the messages of a stream itself, so that the
-    handler is closed at once when the client leaves."""
+    handler is closed at once when the client leaves, and parses requests itself, so that bytes that
+    are not one are the client's fault."""
 
     def __init__(self, metrics: Metrics) -> None:
         self._metrics = metrics
@@ -61,15 +63,20 @@ class CallStatus(grpc.aio.ServerInterceptor):
         unary: Any = handler.unary_unary
         stream: Any = handler.unary_stream
         both: Any = handler.stream_stream
+        parse = _parser(handler.request_deserializer)
 
-        async def answer(request: Any, context: Context) -> Any:
-            return await self._counted(label, context, unary(request, context))
+        async def answer(blob: bytes, context: Context) -> Any:
+            return await self._counted(label, context, _answer(unary, parse, blob, context))
 
-        async def write(request: Any, context: Context) -> None:
-            answers = (stream or both)(request, context)
+        async def write(blobs: Any, context: Context) -> None:
+            def answers() -> Any:
+                if stream is None:
+                    return both(_parse_each(parse, blobs), context)
+                return stream(parse(blobs), context)
+
             await self._counted(label, context, _write_all(answers, context))
 
-        codec: Any = (handler.request_deserializer, handler.response_serializer)
+        codec: Any = (None, handler.response_serializer)
         if handler.request_streaming:
             return grpc.stream_stream_rpc_method_handler(_as_handler(write), *codec)
         if handler.response_streaming:
@@ -124,8 +131,29 @@ def _as_handler(function: Callable[[Any, Context], Awaitable[Any]]) -> Any:
     return function
 
 
-async def _write_all(answers: Any, context: Context) -> None:
-    async with aclosing(answers) as messages:
+def _parser(deserialize: Parse | None) -> Parse:
+    def parse(blob: bytes) -> Any:
+        if deserialize is None:
+            return blob
+        try:
+            return deserialize(blob)
+        except DecodeError as error:
+            raise InvalidRequest("request", f"is not a message of its type: {error}") from error
+
+    return parse
+
+
+async def _answer(call: Call, parse: Parse, blob: bytes, context: Context) -> Any:
+    return await call(parse(blob), context)
+
+
+async def _parse_each(parse: Parse, blobs: AsyncIterator[bytes]) -> AsyncGenerator[Any]:
+    async for blob in blobs:
+        yield parse(blob)
+
+
+async def _write_all(answers: Callable[[], Any], context: Context) -> None:
+    async with aclosing(answers()) as messages:
         async for message in messages:
             await context.write(message)
 

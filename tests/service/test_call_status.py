@@ -7,6 +7,8 @@ from typing import Any
 import grpc
 import pytest
 from prometheus_client import CollectorRegistry
+from tests.service.bigram_engine import BigramEngine
+from tests.service.serving import serving
 
 from stemserve.service.client import Client
 from stemserve.service.client_errors import ClientError
@@ -60,3 +62,34 @@ async def test_a_handler_that_raises_is_internal() -> None:
             await client.model()
         assert failure.value.code is grpc.StatusCode.INTERNAL
         assert finished(registry, "INTERNAL") == 1
+
+
+MALFORMED = b"\x1a\xffnot a message"
+
+
+@pytest.mark.parametrize("method", ["Inference/Score", "Prefixes/List", "Info/GetLoad"])
+async def test_bytes_that_are_not_a_message_are_an_invalid_argument(method: str) -> None:
+    async with serving(BigramEngine()) as served:
+        call = raw(served.channel.unary_unary(f"/stemserve.v1.{method}"))
+        with pytest.raises(grpc.aio.AioRpcError, match="not a message") as refusal:
+            await call(MALFORMED)
+        assert refusal.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+        assert served.metric("admission_rejected_total", reason="invalid", tenant="other") == 1
+
+
+async def test_bytes_that_are_not_a_message_end_a_stream_as_an_invalid_argument() -> None:
+    async with serving(BigramEngine()) as served:
+        generate = raw(served.channel.unary_stream("/stemserve.v1.Inference/Generate"))
+        with pytest.raises(grpc.aio.AioRpcError, match="not a message") as refusal:
+            await anext(aiter(generate(MALFORMED)))
+        assert refusal.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+
+        score = raw(served.channel.stream_stream("/stemserve.v1.Inference/ScoreStream"))
+        with pytest.raises(grpc.aio.AioRpcError, match="not a message") as refusal:
+            await anext(aiter(score([MALFORMED])))
+        assert refusal.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+
+
+def raw(call: Any) -> Any:
+    """A call of bytes; the stubs want messages."""
+    return call

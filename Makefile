@@ -14,12 +14,13 @@ install: $(STAMP)
 
 # torch first and by itself: a version range pulls gigabytes of CUDA on a machine without a GPU.
 $(STAMP): pyproject.toml
-	$(PYTHON) -c 'import sys; sys.exit("stemserve needs Python 3.11 or newer; set PYTHON=python3.12") if sys.version_info < (3, 11) else 0'
+	@$(PYTHON) -c 'import sys; sys.exit("stemserve needs Python 3.11 or newer; name one: make PYTHON=python3.12") if sys.version_info < (3, 11) else 0'
+	@echo "Installing into $(VENV): about 2 GB, a few minutes, once."
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade "pip>=25.1"
 	$(BIN)/python -m pip install --quiet torch==2.13.0
 	$(BIN)/python -m pip install --quiet --editable . --group dev
-	touch $@
+	@touch $@
 
 MODEL := .cache/models/SmolLM2-135M-Instruct.Q4_1.gguf
 

@@ -10,26 +10,33 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Iterable, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 from rich.console import Console
+from rich.padding import Padding
 from rich.progress import track
 from rich.table import Table
+from rich.text import Text
 
 from stemserve.proto.v1 import inference_pb2, prefixes_pb2
 from stemserve.service.client import Client
 from stemserve.service.client_results import Scores, Usage
 
+T = TypeVar("T")
+
 TEXTS = json.loads((Path(__file__).parent / "documents.json").read_text())
 STOP_TIMEOUT_S = 30.0
 TOLERANCE = 1e-3  # of a sum over a query's tokens
 
-console = Console(width=100, highlight=False)
+WIDTH = 96
+
+console = Console(highlight=False)
+console.width = min(console.width, WIDTH) if console.is_terminal else WIDTH
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,13 +57,17 @@ def chat(text: str) -> str:
 
 
 def usage_cells(usage: Usage, milliseconds: float) -> list[str]:
-    saved_mb = usage.kv_avoided_bytes / 1e6
     counts = (usage.cached_tokens, usage.shared_tokens, usage.computed_tokens)
-    return [*(f"{count:,}" for count in counts), f"{milliseconds:,.0f}", f"{saved_mb:,.0f}"]
+    return [*(f"{count:,}" for count in counts), f"{milliseconds:,.0f}"]
 
 
-TEXT_COLUMNS = ("query", "best two documents", "topic")
-USAGE_COLUMNS = ("cached", "shared", "computed", "ms", "KV MB saved")
+def bar(rows: Sequence[T], doing: str) -> Iterable[T]:
+    shown = console.is_terminal
+    return track(rows, doing, console=console, transient=True, disable=not shown)
+
+
+TEXT_COLUMNS = ("query", "best two documents", "topic", "review")
+USAGE_COLUMNS = ("cached", "shared", "computed", "ms")
 
 
 def table(title: str, columns: Sequence[str]) -> Table:
@@ -71,6 +82,7 @@ def running_server(model: str) -> Generator[str]:
     """A server on free ports; yields HOST:PORT of gRPC. RuntimeError if it does not start."""
     command = [str(Path(sys.executable).with_name("stemserve")), "serve", "--model", model]
     command += ["--port", "0", "--health-port", "0", "--metrics-port", "0"]
+    command += ["--log-level", "warning"]
     server = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     try:
         with console.status("starting the server and loading the model"):
@@ -93,11 +105,11 @@ async def rank_documents(client: Client) -> list[Ranking]:
     """One Score call a query over all registered documents."""
     documents = TEXTS["documents"]
     prefix_ids: list[str] = []
-    for document in track(documents, "registering documents", console=console, transient=True):
+    for document in bar(documents, "registering documents"):
         request = prefixes_pb2.RegisterRequest(text=passage(document))
         prefix_ids.append((await client.register(request)).prefix_id)
     rankings: list[Ranking] = []
-    for query in track(TEXTS["queries"], "ranking documents", console=console, transient=True):
+    for query in bar(TEXTS["queries"], "ranking documents"):
         scores, milliseconds = await timed(client.rank(f" {query}", prefix_ids))
         rankings.append(
             Ranking(
@@ -114,8 +126,8 @@ async def rank_documents(client: Client) -> list[Ranking]:
         shown.add_row(ranking.query, names, *usage_cells(ranking.usage, ranking.milliseconds))
     console.print(shown)
     console.print(
-        "The first call computes the documents. The later ones find them in the cache and compute\n"
-        "the query, and one row a document to predict the query's first token.\n"
+        "Tokens are cached (of an earlier call), shared (inside this call) or computed. The first\n"
+        "call computes the documents; the later ones find them and compute only the query.\n"
     )
     return rankings
 
@@ -125,9 +137,7 @@ async def check_one_by_one(client: Client, rankings: Sequence[Ranking]) -> float
     worst = 0.0
     documents = TEXTS["documents"]
     ranking = rankings[0]
-    for index in track(
-        range(len(documents)), "scoring pairs one by one", console=console, transient=True
-    ):
+    for index in bar(range(len(documents)), "scoring pairs one by one"):
         query = await client.score(
             [f" {ranking.query}"],
             inference_pb2.LogLikelihood(token_logprobs=True),
@@ -162,38 +172,46 @@ async def rank_topics(client: Client) -> None:
         ("topic", "score", *USAGE_COLUMNS),
     )
     for row in np.argsort(-scores.scores)[:5]:
-        cells = usage_cells(scores.usage, milliseconds) if not shown.row_count else [""] * 5
+        cells = usage_cells(scores.usage, milliseconds) if not shown.row_count else [""] * 4
         shown.add_row(topics[row], f"{scores.scores[row]:.2f}", *cells)
     console.print(shown)
     console.print()
 
 
-async def label_review(client: Client) -> None:
-    labels = TEXTS["labels"]
+async def label_reviews(client: Client) -> None:
+    """Two solved examples are the prefix, reviews the items; each label's probability is read after both."""
+    labels, reviews = TEXTS["labels"], TEXTS["reviews"]
     scores, milliseconds = await timed(
         client.score(
-            [TEXTS["review"]],
+            [f" {review}" for review in reviews],
             inference_pb2.LabelProbabilities(labels=labels),
-            contexts=[inference_pb2.Context()],
+            query="\nSentiment:",
+            contexts=[inference_pb2.Context(text=TEXTS["examples"])],
+            options=inference_pb2.ScoreRequest(item_first=True),
         )
     )
-    console.print("[bold]Label probabilities of a hotel review[/bold]")
-    for label, probability in zip(labels, scores.scores[0], strict=True):
-        console.print(f"  P({label!r}) = {probability:.4f}")
+    shown = table(
+        f"Labels of {len(reviews)} reviews after two examples; the mass is what the labels cover",
+        ("review", *(f"P({label!r})" for label in labels), "mass"),
+    )
+    for review, row, mass in zip(reviews, scores.scores, scores.label_mass, strict=True):
+        shown.add_row(review, *(f"{value:.2f}" for value in row), f"{mass:.2f}")
+    console.print(shown)
+    usage = scores.usage
     console.print(
-        f"  label_mass = {scores.label_mass[0]:.4f}: how much of all probability the labels cover "
-        f"({milliseconds:.0f} ms)\n"
+        f"{usage.cached_tokens} tokens cached, {usage.shared_tokens} shared, "
+        f"{usage.computed_tokens} computed, {milliseconds:.0f} ms\n"
     )
 
 
-async def sample_stories(client: Client) -> None:
+async def sample_summaries(client: Client) -> None:
     """Four samples over one prompt, streamed; one message a step brings the tokens of all."""
     passage_text = TEXTS["documents"][1]["text"]
     prompt = chat(f"{passage_text}\n\n{TEXTS['question']}")
     request = inference_pb2.GenerateRequest(
         prompt=inference_pb2.Context(text=prompt),
         n=4,
-        max_new_tokens=32,
+        max_new_tokens=48,
         sampling=inference_pb2.SamplingParams(temperature=0.7, top_p=0.95, seed=7),
     )
     texts = [""] * 4
@@ -212,11 +230,13 @@ async def sample_stories(client: Client) -> None:
         "[bold]Four one-sentence summaries of that passage, sampled together over one prompt[/bold]"
     )
     for text in texts:
-        console.print(f"  - {' '.join(text.split())}", markup=False)
+        line = f"- {' '.join(text.split())}"
+        console.print(Padding(Text(line), (0, 0, 0, 2)))
     console.print(
         f"  {usage.output_tokens} tokens in {messages} messages, "
         f"{usage.output_tokens / seconds:.0f} tokens/s, "
-        f"KV MB read {usage.kv_read_bytes / 1e6:,.0f}, saved {usage.kv_avoided_bytes / 1e6:,.0f}\n"
+        f"{usage.kv_read_bytes / 1e6:,.0f} MB of KV read, "
+        f"{usage.kv_avoided_bytes / 1e6:,.0f} MB avoided"
     )
 
 
@@ -233,8 +253,8 @@ async def show(target: str) -> bool:
             f"({'agrees' if agrees else f'DIFFERS by more than {TOLERANCE}'})\n"
         )
         await rank_topics(client)
-        await label_review(client)
-        await sample_stories(client)
+        await label_reviews(client)
+        await sample_summaries(client)
     return agrees
 
 
@@ -244,7 +264,6 @@ def main() -> None:
     model = parser.parse_args().model
     with running_server(model) as target:
         agrees = asyncio.run(show(target))
-    console.print("The server has stopped.")
     sys.exit(0 if agrees else 1)
 
 

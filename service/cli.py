@@ -14,18 +14,19 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
-app.command()(serve)
+app.command(short_help="Start the server.")(serve)
 app.command(
+    short_help="Run a worker alone, for a server elsewhere.",
     context_settings={
         "allow_extra_args": True,
         "ignore_unknown_options": True,
         "help_option_names": [],  # --help is the worker's
     },
 )(worker)
-app.command()(score)
-app.command()(generate)
-app.add_typer(cli_prefixes.app, name="prefixes")
-app.command()(explain)
+app.command(short_help="Score many items that continue one text, or several.")(score)
+app.command(short_help="Continue a prompt, with one or several samples.")(generate)
+app.add_typer(cli_prefixes.app, name="prefixes", short_help="Register, show, renew, release.")
+app.command(short_help="Show the prefix forest of a request and its costs.")(explain)
 
 
 def main() -> None:

@@ -25,6 +25,8 @@ TIMEOUT_S = 300.0
 
 def call(server: str, work: Callable[[Channel], Awaitable[T]]) -> T:
     """The result of `work` on a channel to the server; a failed call ends the command."""
+    if ":" not in server:
+        raise typer.BadParameter(f"--server {server!r} has no port; give HOST:PORT, as {SERVER}")
     try:
         return asyncio.run(_with_channel(server, work))
     except grpc.aio.AioRpcError as error:

@@ -104,11 +104,11 @@ def _print(response: info_pb2.ExplainResponse, json_wanted: bool) -> None:
         return
     console = Console()
     console.print(
-        f"{len(response.steps)} step(s); {response.cached_tokens} tokens cached, "
+        f"{counted(len(response.steps), 'step')}; {response.cached_tokens} tokens cached, "
         f"{response.computed_tokens} to compute"
     )
     for number, step in enumerate(response.steps, start=1):
-        console.print(_forest(step, f"step {number}: {step.rows} rows"))
+        console.print(_forest(step, f"step {number}: {counted(step.rows, 'row')}"))
         for group in step.groups:
             console.print(_title(group), markup=False, soft_wrap=True)
             console.print(_strategies(group))
@@ -120,14 +120,18 @@ def _forest(step: info_pb2.ExplainedStep, title: str) -> Tree:
     # Parents come before their children.
     for number, node in enumerate(step.nodes):
         cached = f", {node.cached_tokens} cached" if node.cached_tokens else ""
-        text = f"{node.kv_tokens} tokens{cached}, read by {node.rows} rows"
+        text = f"{counted(node.kv_tokens, 'token')}{cached}, read by {counted(node.rows, 'row')}"
         branches[number] = branches[node.parent].add(text)
     return tree
 
 
+def counted(count: int, name: str) -> str:
+    return f"{count} {name}" if count == 1 else f"{count} {name}s"
+
+
 def _title(group: info_pb2.AttentionGroup) -> str:
     return (
-        f"{group.phase}: {group.rows} rows in {group.segments} segments; "
+        f"{group.phase}: {counted(group.rows, 'row')} in {counted(group.segments, 'segment')}; "
         f"{kernel_name(group.chosen)} ({group.reason}), "
         f"{readable_bytes(group.kv_avoided_bytes)} of KV reads avoided"
     )

@@ -11,7 +11,8 @@ from stemserve.service.client_errors import ClientError
 ADVICE = {
     grpc.StatusCode.UNAVAILABLE: "is a server running there? `stemserve serve` starts one",
     grpc.StatusCode.DEADLINE_EXCEEDED: "allow more time with --timeout",
-    grpc.StatusCode.RESOURCE_EXHAUSTED: "retry later, or send less at once",
+    grpc.StatusCode.RESOURCE_EXHAUSTED: "send less at once",
+    grpc.StatusCode.NOT_FOUND: "`stemserve prefixes list` shows those there are",
     grpc.StatusCode.INTERNAL: "see the server's log",
 }
 
@@ -23,8 +24,15 @@ def fail(message: str) -> NoReturn:
     raise typer.Exit(1)
 
 
+# What gRPC itself says at a port that is not ours.
+OTHER_PORTS = ("Method not found", "HTTP/2")
+OTHER_PORT_ADVICE = "that is not the gRPC port; the server's first line names it"
+
+
 def fail_call(error: ClientError, server: str) -> NoReturn:
     advice = ADVICE.get(error.code)
+    if any(words in error.message for words in OTHER_PORTS):
+        advice = OTHER_PORT_ADVICE
     if error.reason == "NOT_READY":
         advice = None  # the message says it
     if error.retry_after_s is not None:

@@ -25,14 +25,21 @@ PrefixIds = Annotated[
 ]
 ItemsFile = Annotated[
     str | None,
-    typer.Option("--items", metavar="FILE", help="Items, one a line; - reads standard input."),
+    typer.Option(
+        "--items",
+        metavar="FILE",
+        help="Items, one a line, blank lines skipped; - reads standard input.",
+    ),
 ]
 Items = Annotated[
     list[str] | None, typer.Option("--item", metavar="TEXT", help="One item; also often.")
 ]
 Labels = Annotated[
     str | None,
-    typer.Option(metavar="TEXTS", help='Split at commas, spaces kept, such as " yes, no".'),
+    typer.Option(
+        metavar="TEXTS",
+        help='Labels, split at commas. Spaces count: " yes, no" is " yes" and " no".',
+    ),
 ]
 Kernel = Annotated[
     str | None,
@@ -80,16 +87,25 @@ class Sequences:
 
 
 def read_items(file: str | None, items: list[str] | None) -> tuple[str, ...]:
-    """Of the file first; its empty lines are skipped, spaces are kept."""
-    lines: list[str] = []
-    if file == "-":
-        lines = sys.stdin.read().splitlines()
-    elif file is not None:
-        try:
-            lines = Path(file).read_text("utf-8").splitlines()
-        except (OSError, UnicodeDecodeError) as error:
-            raise typer.BadParameter(f"cannot read --items {file}: {error}") from error
-    return (*(line for line in lines if line), *(items or ()))
+    """Of the file first; its blank lines are skipped, spaces around an item are kept."""
+    if file is None:
+        return tuple(items or ())
+    # Not splitlines: a form feed or a Unicode line separator belongs to its item.
+    lines = [line for line in read_text("--items", file).split("\n") if line.strip()]
+    if not lines and not items:
+        raise typer.BadParameter(f"--items {file} holds no items: all lines are blank")
+    return (*lines, *(items or ()))
+
+
+def read_text(option: str, file: str) -> str:
+    """A UTF-8 file, or standard input for "-"; line ends become newlines, a BOM is dropped."""
+    try:
+        text = sys.stdin.read() if file == "-" else Path(file).read_text("utf-8")
+    except UnicodeDecodeError as error:
+        raise typer.BadParameter(f"cannot read {option} {file}: it is not UTF-8 text") from error
+    except OSError as error:
+        raise typer.BadParameter(f"cannot read {option} {file}: {error.strerror}") from error
+    return text.removeprefix("\ufeff")
 
 
 def kernel_value(name: str | None) -> inference_pb2.Kernel.ValueType:

@@ -1,10 +1,8 @@
 """The commands that name prefixes which many requests share."""
 
 import json
-import sys
 import time
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -22,6 +20,7 @@ from stemserve.service.commands.call import (
     Timeout,
     call,
 )
+from stemserve.service.commands.options import read_text
 from stemserve.service.commands.plain_json import as_json
 
 PAGE = 1000
@@ -39,7 +38,7 @@ Ttl = Annotated[float, typer.Option(metavar="SECONDS", help="Lifetime without us
 def register(
     text: Annotated[str, typer.Option(metavar="TEXT", help="The prefix's text.")] = "",
     file: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="File of the text; - reads standard input.")
+        str | None, typer.Option(metavar="FILE", help="File of the text; - reads standard input.")
     ] = None,
     parent_prefix_id: Annotated[
         str, typer.Option(metavar="ID", help="Prefix that this one continues.")
@@ -62,7 +61,7 @@ def register(
       stemserve prefixes register --file article.txt --prefix-id article --warm
     """
     request = prefixes_pb2.RegisterRequest(
-        text=text if file is None else _read(file),
+        text=text if file is None else read_text("--file", file),
         parent_prefix_id=parent_prefix_id,
         prefix_id=prefix_id,
         ttl_seconds=ttl_seconds,
@@ -151,13 +150,6 @@ def release(
         _print(response, [], as_json)
     else:
         print(f"released {prefix_id}")
-
-
-def _read(file: Path) -> str:
-    try:
-        return sys.stdin.read() if str(file) == "-" else file.read_text("utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise typer.BadParameter(f"cannot read --file {file}: {error}") from error
 
 
 def _print(response: Message, prefixes: Sequence[prefixes_pb2.Prefix], json_wanted: bool) -> None:

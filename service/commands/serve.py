@@ -84,13 +84,18 @@ def serve(
     ] = "auto",
     dtype: Annotated[str, _worker(_choices(DTYPES))] = "auto",
     device: Annotated[str, _worker(_choices(DEVICES))] = "auto",
-    kv_pages: Annotated[int | None, _worker("Pages of the KV cache.")] = None,
+    kv_pages: Annotated[int | None, _worker("Pages of the KV cache; see --kv-memory.")] = None,
     kv_memory: Annotated[
         int | None,
-        _worker("Size of the KV cache instead.", parser=_parse_bytes, metavar="512M|2G"),
+        _worker(
+            "Size of the KV cache, instead of --kv-pages. Without both: on a CPU a quarter of the "
+            "free memory and at most 4G, on a GPU 85 %.",
+            parser=_parse_bytes,
+            metavar="512M|2G",
+        ),
     ] = None,
     page_size: Annotated[int | None, _worker("Tokens of a KV page.", show_default="16")] = None,
-    threads: Annotated[int | None, _worker("CPU threads of the model.")] = None,
+    threads: Annotated[int | None, _worker("CPU threads of the model; else torch decides.")] = None,
     kernel: Annotated[
         str | None, _worker(_choices(KERNELS, "Force an attention strategy, for debugging. "))
     ] = None,

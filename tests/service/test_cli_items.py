@@ -1,0 +1,72 @@
+"""How the command line reads items, and what it says about a file or a server that is wrong."""
+
+from pathlib import Path
+
+import grpc
+import pytest
+import typer
+
+from stemserve.service.client_errors import ClientError
+from stemserve.service.commands.call import call
+from stemserve.service.commands.failure import fail_call
+from stemserve.service.commands.options import read_items
+
+
+@pytest.mark.parametrize(
+    ("content", "items"),
+    [
+        (b"one\n two \n", ("one", " two ")),
+        (b"one\r\n\r\ntwo", ("one", "two")),
+        (b"\xef\xbb\xbfone\n   \n\ntwo\n", ("one", "two")),
+        ("a\x0cb\u2028c\x85d\n".encode(), ("a\x0cb\u2028c\x85d",)),
+    ],
+)
+def test_an_item_is_a_line_that_is_not_blank(
+    tmp_path: Path, content: bytes, items: tuple[str, ...]
+) -> None:
+    file = tmp_path / "items.txt"
+    file.write_bytes(content)
+    assert read_items(str(file), None) == items
+    assert read_items(str(file), ["more"]) == (*items, "more")
+
+
+@pytest.mark.parametrize(
+    ("content", "problem"),
+    [(b"", "holds no items"), (b" \r\n\n", "holds no items"), (b"\xff\xfe\n", "not UTF-8")],
+)
+def test_a_file_without_items_is_named(tmp_path: Path, content: bytes, problem: str) -> None:
+    file = tmp_path / "items.txt"
+    file.write_bytes(content)
+    with pytest.raises(typer.BadParameter, match=problem) as refused:
+        read_items(str(file), None)
+    assert str(file) in refused.value.message
+
+
+def test_a_missing_file_and_a_folder_are_named(tmp_path: Path) -> None:
+    with pytest.raises(typer.BadParameter, match="No such file"):
+        read_items(str(tmp_path / "none"), None)
+    with pytest.raises(typer.BadParameter, match="directory"):
+        read_items(str(tmp_path), None)
+
+
+def test_a_server_without_a_port_is_refused_before_any_call() -> None:
+    async def work(channel: grpc.aio.Channel) -> None:
+        raise AssertionError(channel)
+
+    with pytest.raises(typer.BadParameter, match="'localhost' has no port"):
+        call("localhost", work)
+
+
+@pytest.mark.parametrize(
+    ("code", "message"),
+    [
+        (grpc.StatusCode.UNIMPLEMENTED, "Method not found!"),
+        (grpc.StatusCode.UNAVAILABLE, "failed: Failed parsing HTTP/2 (Expected SETTINGS frame)"),
+    ],
+)
+def test_a_port_that_does_not_serve_calls_is_explained(
+    code: grpc.StatusCode, message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(typer.Exit):
+        fail_call(ClientError(code, message), "host:1")
+    assert "not the gRPC port" in capsys.readouterr().err

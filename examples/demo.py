@@ -179,7 +179,7 @@ async def rank_topics(client: Client) -> None:
 
 
 async def label_reviews(client: Client) -> None:
-    """Two solved examples are the prefix, reviews the items; each label's probability is read after both."""
+    """Two solved examples are the shared prefix; the labels are read after each review."""
     labels, reviews = TEXTS["labels"], TEXTS["reviews"]
     scores, milliseconds = await timed(
         client.score(

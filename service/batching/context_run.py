@@ -85,22 +85,12 @@ class ContextRun:
         chain = self.chain
         if chain is None:
             return True
-        start = chain.planned_tokens()
-        # The last token's keys and values may be stored; its logits are not. Run the row again.
-        runs_again = start == chain.length and self._reads_context
-        start -= runs_again
-        stop = min(chain.length, start + step.room)
-        if start < stop:
-            slots = np.full(1, -1, np.int32) if runs_again else chain.slots(start, stop)
-            stored = StoredChain(chain.table, stop)
-            tokens = chain.tokens[start:stop]
-            row = step.rows.add_prefill(tokens, slots, stored, self._options.kernel)
-            if not runs_again:
-                step.mark_chain(chain, start, stop)
-            self.computed_rows += stop - start
-            if stop == chain.length and self._reads_context:
-                self._read_context(step, pieces, row + stop - start - 1)
-        return stop == chain.length and not self._reads_context
+        chunk = step.prefill(chain, self._options.kernel, reads_last=self._reads_context)
+        self.computed_rows += chunk.stop - chunk.start
+        is_computed = chunk.stop == chain.length
+        if is_computed and self._reads_context:
+            self._read_context(step, pieces, chunk.last_row)
+        return is_computed
 
     def _read_context(self, step: StepBuilder, pieces: StepPieces, row: int) -> None:
         reads = self._layout.context_reads

@@ -2,8 +2,6 @@
 
 from collections.abc import Iterator
 
-import numpy as np
-
 from stemserve.service.batching.job_progress import JobProgress, Ticket
 from stemserve.service.batching.kv_cache import KvCache
 from stemserve.service.batching.prefix_forest import StoredChain
@@ -199,25 +197,14 @@ class GenerateProgress(JobProgress):
     def _plan_prompt(self, step: StepBuilder, chain: Chain) -> None:
         live = [sample for sample in self._samples if not sample.has_ended]
         draws = [sample for sample in live if not sample.tokens]
-        start = chain.planned_tokens()
-        # The last token's keys and values may be stored; its logits are not. Run the row again.
-        runs_again = start == chain.length and bool(draws)
-        start -= runs_again
-        stop = min(chain.length, start + step.room)
-        if start < stop:
-            slots = np.full(1, -1, np.int32) if runs_again else chain.slots(start, stop)
-            stored = StoredChain(chain.table, stop)
-            tokens = chain.tokens[start:stop]
-            row = step.rows.add_prefill(tokens, slots, stored, self._job.kernel)
-            if not runs_again:
-                step.mark_chain(chain, start, stop)
-            self._computed_rows += max(0, stop - max(start, self._counted_tokens))
-            self._counted_tokens = max(self._counted_tokens, stop)
-            if stop == chain.length:
-                for sample in draws:
-                    self._draw(sample, row + stop - start - 1, step, chain.nodes[-1])
-        if stop == chain.length:
+        chunk = step.prefill(chain, self._job.kernel, reads_last=bool(draws))
+        if chunk.start < chunk.stop:
+            self._computed_rows += max(0, chunk.stop - max(chunk.start, self._counted_tokens))
+            self._counted_tokens = max(self._counted_tokens, chunk.stop)
+        if chunk.stop == chain.length:
             self._prompt_is_planned = True
+            for sample in draws:
+                self._draw(sample, chunk.last_row, step, chain.nodes[-1])
             for sample in live:
                 sample.stored = chain.length
 

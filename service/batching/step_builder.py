@@ -3,8 +3,11 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
+
 from stemserve.proto.v1 import worker_pb2
 from stemserve.service.batching.plan_arrays import pack_int32
+from stemserve.service.batching.prefix_forest import StoredChain
 from stemserve.service.batching.prefix_tree import PageNode
 from stemserve.service.batching.sequence import Branch, Chain
 from stemserve.service.batching.step_readouts import StepReadouts
@@ -38,6 +41,15 @@ class IssuedStep:
     num_gather_ids: int
     classify_rows: Int32
     sample_rows: Int32
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Chunk:
+    """Tokens start .. stop - 1 of a chain, as rows of a step; there may be none."""
+
+    start: int
+    stop: int
+    last_row: int  # -1: no rows
 
 
 class StepBuilder:
@@ -95,6 +107,22 @@ class StepBuilder:
         size = self.page_size
         for index in range(start // size, (stop - 1) // size + 1):
             self.mark(chain.nodes[index], min(size, stop - index * size))
+
+    def prefill(self, chain: Chain, kernel: int, *, reads_last: bool) -> Chunk:
+        """Compute what no issued step computes of the chain, as far as there is room."""
+        start = chain.planned_tokens()
+        # The last token's keys and values may be stored; its logits are not. Run the row again.
+        runs_again = start == chain.length and reads_last
+        start -= runs_again
+        stop = min(chain.length, start + self.room)
+        if start >= stop:
+            return Chunk(start=start, stop=stop, last_row=-1)
+        slots = np.full(1, -1, np.int32) if runs_again else chain.slots(start, stop)
+        stored = StoredChain(chain.table, stop)
+        first_row = self.rows.add_prefill(chain.tokens[start:stop], slots, stored, kernel)
+        if not runs_again:
+            self.mark_chain(chain, start, stop)
+        return Chunk(start=start, stop=stop, last_row=first_row + stop - start - 1)
 
     def finish(
         self, release: Callable[[Sequence[PageNode]], None]

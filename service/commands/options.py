@@ -93,7 +93,7 @@ def read_items(file: str | None, items: list[str] | None) -> tuple[str, ...]:
     # Not splitlines: a form feed or a Unicode line separator belongs to its item.
     lines = [line for line in read_text("--items", file).split("\n") if line.strip()]
     if not lines and not items:
-        raise typer.BadParameter(f"--items {file} holds no items: all lines are blank")
+        raise typer.BadParameter(f"--items {file} holds no items")
     return (*lines, *(items or ()))
 
 

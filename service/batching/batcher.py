@@ -5,7 +5,7 @@ It is synchronous and deterministic: no thread, no I/O, and the clock is given.
 
 import heapq
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 from stemserve.proto.v1 import worker_pb2
@@ -132,12 +132,14 @@ class Batcher:
         self._reset()
         return self.take_events()
 
-    def explain(self, job: Job) -> list[ExplainedPlan]:
-        """Raises as `submit`; changes nothing."""
+    def explain(self, job: Job) -> Iterator[ExplainedPlan]:
+        """Raises as `submit`; changes nothing. The steps are planned as they are taken, by any
+        thread: they share nothing with this batcher."""
         alone = Batcher(self._facts, self._limits, clock=self._clock)
         cached = copy_residents(job, self._cache, alone._cache)
+        alone.submit(replace(job, deadline=None))
         return explain_steps(
-            replace(job, deadline=None),
+            job,
             alone,
             cached,
             page_size=self._facts.page_size,

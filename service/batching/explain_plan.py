@@ -1,6 +1,6 @@
 """The steps that a job would take if nothing else ran, planned by a batcher of its own."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Protocol
 
 import numpy as np
@@ -16,7 +16,6 @@ ExplainedPlan = tuple[worker_pb2.StepPlan, Int32]
 
 
 class PlanningBatcher(Protocol):
-    def submit(self, job: Job) -> None: ...
     def plan_step(self) -> worker_pb2.StepPlan | None: ...
     def apply(self, result: worker_pb2.StepResult) -> list[Event]: ...
 
@@ -45,18 +44,16 @@ def copy_residents(job: Job, source: KvCache, target: KvCache) -> Int32:
 
 def explain_steps(
     job: Job, batcher: PlanningBatcher, cached: Int32, *, page_size: int, num_classes: int
-) -> list[ExplainedPlan]:
-    """All steps of a Score job; those of a Generate job up to its first decode step."""
-    batcher.submit(job)
-    explained: list[ExplainedPlan] = []
+) -> Iterator[ExplainedPlan]:
+    """All steps of a Score job that `batcher` has; those of a Generate job up to its first decode
+    step."""
     while (plan := batcher.plan_step()) is not None:
-        explained.append((plan, _cached_tokens(plan, cached, page_size)))
+        yield plan, _cached_tokens(plan, cached, page_size)
         if isinstance(job, GenerateJob):
             if worker_pb2.SEGMENT_KIND_DECODE in unpack_int32(plan.segment_kind):
-                break
+                return
         else:
             batcher.apply(_blank_result(plan, num_classes))
-    return explained
 
 
 def _cached_tokens(plan: worker_pb2.StepPlan, cached: Int32, page_size: int) -> Int32:

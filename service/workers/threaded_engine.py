@@ -1,7 +1,7 @@
 """Give the servicers awaitable calls on the engine that lives in the step loop's thread."""
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable, Generator
+from collections.abc import AsyncGenerator, Callable, Generator, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
 from typing import Any, TypeVar
@@ -104,10 +104,9 @@ class ThreadedEngine:
         if predict is None:
             raise NotReady("no worker is ready; retry in a moment")
         predictions: list[Prediction] = []
-        for plan, cached in planned:
-            # The stub is synchronous and must not hold up the loop.
-            answer = await asyncio.to_thread(predict, plan)
-            predictions.append((plan, answer, cached))
+        # Planning takes a while and the stub is synchronous: neither must hold up a loop.
+        while step := await asyncio.to_thread(_next_prediction, planned, predict):
+            predictions.append(step)
         return predictions
 
     async def load(self) -> Load:
@@ -164,3 +163,11 @@ class ThreadedEngine:
             future.set_exception(event.error)
         if (stream := self._streams.get(event.request_id)) is not None:
             stream.fail(event.error)
+
+
+def _next_prediction(
+    planned: Iterator[tuple[worker_pb2.StepPlan, Int32]], predict: Predict
+) -> Prediction | None:
+    for plan, cached in planned:
+        return plan, predict(plan), cached
+    return None

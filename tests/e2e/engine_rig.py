@@ -151,7 +151,7 @@ class InProcessEngine:
     async def explain(
         self, job: Job
     ) -> list[tuple[worker_pb2.StepPlan, worker_pb2.PredictResponse, Int32]]:
-        explained: list[ExplainedPlan] = self._batcher.explain(job)
+        explained: list[ExplainedPlan] = list(self._batcher.explain(job))
         return [(plan, self._runner.predict(plan), cached) for plan, cached in explained]
 
     async def load(self) -> Load:

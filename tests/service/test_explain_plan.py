@@ -23,7 +23,7 @@ def test_explained_steps_are_those_that_run(in_cache: int) -> None:
         rig.run(label_job("before", [context[:in_cache]], [[9]], [0]))
     job = label_job("s", [context], [random_tokens(n, 5) for n in range(6)], [0, 1])
     before = rig.batcher.load()
-    explained = rig.batcher.explain(job)
+    explained = list(rig.batcher.explain(job))
     assert rig.batcher.load() == before
     first = len(rig.plans)
     rig.run(job)
@@ -42,13 +42,13 @@ def test_cached_tokens_are_told_for_each_node() -> None:
 
 def test_a_generation_is_explained_up_to_its_first_decode_step() -> None:
     rig = make_rig(budget=32)
-    explained = rig.batcher.explain(generate_job("g", random_tokens(1, 40), samples=3))
+    explained = list(rig.batcher.explain(generate_job("g", random_tokens(1, 40), samples=3)))
     kinds = [set(unpack_int32(plan.segment_kind).tolist()) for plan, _ in explained]
     decode, prefill = worker_pb2.SEGMENT_KIND_DECODE, worker_pb2.SEGMENT_KIND_PREFILL
     assert kinds == [{prefill}, {prefill}, {decode}]
     assert [cached.sum() for _, cached in explained] == [0, 0, 0]
     one_token = generate_job("g", random_tokens(1, 40), max_new_tokens=1)
-    assert len(rig.batcher.explain(one_token)) == 2
+    assert len(list(rig.batcher.explain(one_token))) == 2
 
 
 def test_a_job_that_is_running_can_be_explained_beside_itself() -> None:
@@ -57,11 +57,21 @@ def test_a_job_that_is_running_can_be_explained_beside_itself() -> None:
     rig.submit(job)
     for _ in range(5):
         rig.turn()
-    plan, cached = rig.batcher.explain(job)[0]
+    plan, cached = next(rig.batcher.explain(job))
     assert rows_of(plan) == 1 and cached.tolist() == [40]
     while rig.turn():
         pass
     rig.batcher.check_idle()
+
+
+def test_steps_are_planned_as_they_are_taken_whatever_runs_meanwhile() -> None:
+    rig = make_rig(budget=24)
+    job = label_job("s", [random_tokens(1, 40)], [random_tokens(n, 5) for n in range(6)], [0, 1])
+    expected = [rows_of(plan) for plan, _ in rig.batcher.explain(job)]
+    explained = rig.batcher.explain(job)
+    rows = [rows_of(next(explained)[0])]
+    rig.run(job)
+    assert rows + [rows_of(plan) for plan, _ in explained] == expected
 
 
 def test_what_never_fits_cannot_be_explained() -> None:

@@ -126,8 +126,8 @@ class CountingBatcher:
         """As the batcher ends late jobs without a step."""
         return [self.late.pop()] if self.late else []
 
-    def explain(self, job: Job) -> list[tuple[worker_pb2.StepPlan, Int32]]:
-        return []
+    def explain(self, job: Job) -> Iterator[tuple[worker_pb2.StepPlan, Int32]]:
+        return iter(())
 
     def load(self) -> Load:
         running = len(self.jobs)

@@ -38,6 +38,10 @@ class GenerateEncoder:
         stop_ids = decode_ids("stop_token_ids", request.stop_token_ids, vocab_size)
         bias_ids, bias_values = _bias(request.sampling, vocab_size)
         banned_ids = _banned(request.sampling, vocab_size)
+        eos_ids = frozenset[int]() if request.ignore_eos else self._eos_ids
+        ends = eos_ids | frozenset(stop_ids.tolist())
+        if request.min_new_tokens:
+            _check_choice(banned_ids, ends, vocab_size)
         (prompt,) = await self._contexts.encode("prompt", [request.prompt], owner)
         room = _room(prompt, self._facts.context_tokens)
         seed = request.sampling.seed if request.sampling.HasField("seed") else entropy
@@ -45,13 +49,12 @@ class GenerateEncoder:
             _sampler(request, child_seed(seed, sample), bias_ids, bias_values, banned_ids)
             for sample in range(sample_count(request))
         )
-        eos_ids = frozenset[int]() if request.ignore_eos else self._eos_ids
         return GenerateJob(
             request_id=request_id,
             prompt=prompt,
             samplers=samplers,
             max_new_tokens=min(new_tokens(request), room),
-            stop_ids=eos_ids | frozenset(stop_ids.tolist()),
+            stop_ids=ends,
             priority=request.priority,
             kernel=request.kernel,
         )
@@ -99,6 +102,14 @@ def _banned(sampling: inference_pb2.SamplingParams, vocab_size: int) -> Int32:
     if len(banned) == vocab_size:
         raise InvalidRequest(field, "bans every token")
     return banned
+
+
+def _check_choice(banned: Int32, ends: frozenset[int], vocab_size: int) -> None:
+    ends_known = {token_id for token_id in ends if token_id < vocab_size}
+    if len(ends_known.union(banned.tolist())) == vocab_size:
+        raise InvalidRequest(
+            "min_new_tokens", "leaves no token: each is banned or would end the sample"
+        )
 
 
 def _room(prompt: Int32, context_tokens: int) -> int:

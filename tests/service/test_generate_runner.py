@@ -239,6 +239,26 @@ async def test_bias_and_bans_reach_the_sampler() -> None:
         assert job.stop_ids == {1, 2}
 
 
+@pytest.mark.parametrize("ignore_eos", [False, True])
+async def test_a_minimum_that_leaves_no_token_to_draw_is_an_invalid_argument(
+    ignore_eos: bool,
+) -> None:
+    async with serving(BigramEngine(), fixed_tokens(b"a", b"b", b"c", eos_id=2)) as served:
+        request = inference_pb2.GenerateRequest(
+            prompt=prompt(0),
+            min_new_tokens=1,
+            stop_token_ids=[2, 1] if ignore_eos else [1],
+            ignore_eos=ignore_eos,
+        )
+        await generated(served, request)
+        request.sampling.banned_token_ids.append(0)
+        with pytest.raises(ClientError, match="min_new_tokens: leaves no token") as refusal:
+            await generated(served, request)
+        assert refusal.value.code is grpc.StatusCode.INVALID_ARGUMENT
+        request.min_new_tokens = 0
+        await generated(served, request)
+
+
 async def test_an_absent_temperature_is_one_and_zero_is_zero() -> None:
     engine = BigramEngine()
     async with serving(engine, fixed_tokens(b"a", b"b", b"c")) as served:

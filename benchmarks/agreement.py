@@ -22,9 +22,3 @@ def refuse_beyond_tolerance(name: str, difference: float) -> None:
         raise Disagreement(
             f"{name}: log-probabilities differ by {difference:.1e}, more than {TOLERANCE:.0e}"
         )
-
-
-def refuse_other_tokens(name: str, ours: ArrayLike, peer: ArrayLike) -> None:
-    differing = int(np.sum(np.asarray(ours) != np.asarray(peer)))
-    if differing:
-        raise Disagreement(f"{name}: {differing} of {np.asarray(peer).size} tokens differ")

@@ -12,7 +12,11 @@ from stemserve.kernels.strategy import Kernel, Phase
 
 
 class CascadeAttention(ScheduledAttention):
-    """A stage for each level of the forest, and one for the items' own rows."""
+    """A stage for each level of the forest, and one for the items' own rows.
+
+    Hydragen (arXiv 2402.05099) and RelayAttention (arXiv 2402.14808) do so for one shared prefix,
+    FlashInfer's cascade for prefixes in levels.
+    """
 
     kernel = Kernel.CASCADE
 

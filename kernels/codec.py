@@ -35,6 +35,8 @@ class CodecPlan:
 
 
 class CodecAttention:
+    """PAC (partial attention) and POR (its reduction) of CoDec, arXiv 2505.17694, over any tree."""
+
     kernel = Kernel.CODEC
     phase = Phase.DECODE
 

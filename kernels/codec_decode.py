@@ -87,6 +87,7 @@ def host_work(host: HostTables) -> Work:
 class CodecDecode:
     """One persistent kernel over equal pieces of the tiles' page streams, and a merge.
 
+    As CoDec (arXiv 2505.17694) it reads each node once; the division into pieces is our own.
     A plan's launches depend on its capacities only, so a captured graph stays valid while `replan`
     or `grow` say so.
     """

@@ -2,7 +2,6 @@
 
 import heapq
 from dataclasses import dataclass
-from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
@@ -33,10 +32,6 @@ class Pieces:
     partial_rows: int
     merge_count: Int32  # [rows] partials of each row, -1: written by its only piece
     merge: Int32  # [rows, most partials] partial row of the first head of the group
-
-    @cached_property
-    def num_bins(self) -> int:
-        return int(self.bin.max(initial=-1)) + 1
 
 
 Wide = list[tuple[int, int]]  # steps of a wide region, tiles that read it

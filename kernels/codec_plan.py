@@ -48,10 +48,6 @@ class TaskList:
     def makespan_s(self) -> float:
         return float(np.bincount(self.worker, self.seconds).max(initial=0.0))
 
-    def worker_order(self) -> Int32:  # [tasks]
-        """Tasks by worker, each worker's longest first."""
-        return int32(np.lexsort((-self.seconds, self.worker)))
-
 
 def divide(forest: PrefixForest, costs: CostTable, limits: CodecLimits) -> TaskList:
     """Tasks that cover every (row, token) of the forest once."""

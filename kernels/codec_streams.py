@@ -149,47 +149,70 @@ def _wide_runs(
     return wide
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _PagePlaces:
+    """Where the placed runs' pages are in the streams; a region begins with a step."""
+
+    region_step: Int32  # [regions + 1] first step
+    counts: NDArray[np.int64]  # [placed] pages of each run
+    before: NDArray[np.int64]  # [placed] pages of all runs before it
+    first: NDArray[np.int64]  # [placed] place of its first page
+    target: slice | NDArray[np.int64]  # [pages] place of each
+    num_places: int
+
+
+def _place_pages(runs: RowRuns, place: _Placement, per_step: int) -> _PagePlaces:
+    regions = len(place.wide) + len(place.cuts) - 1
+    counts = runs.pages[place.run].astype(np.int64)
+    region_pages = np.bincount(place.region, counts, regions).astype(np.int64)
+    region_step = np.zeros(regions + 1, np.int32)
+    np.cumsum(-(-region_pages // per_step), out=region_step[1:])
+    before = np.cumsum(counts) - counts
+    shift = region_step[:-1] * per_step - (np.cumsum(region_pages) - region_pages)
+    first = before + shift[place.region]
+    target: slice | NDArray[np.int64] = slice(int(counts.sum()))
+    if shift.any():
+        target = np.repeat(first - before, counts) + np.arange(int(counts.sum()))
+    return _PagePlaces(
+        region_step=region_step,
+        counts=counts,
+        before=before,
+        first=first,
+        target=target,
+        num_places=int(region_step[-1] + 1) * per_step,  # the kernel looks a step ahead
+    )
+
+
 def _lay_pages(
     layout: AttentionLayout, runs: RowRuns, place: _Placement, group: int, starts: Int32
 ) -> TileStreams:
-    """Lay the runs' pages side by side; a region begins with a step."""
-    per_step = STEP_TOKENS // layout.page_size
-    regions = len(place.wide) + len(place.cuts) - 1
-    count = runs.pages[place.run].astype(np.int64)
-    region_pages = np.bincount(place.region, count, regions).astype(np.int64)
-    region_step = np.zeros(regions + 1, np.int32)
-    np.cumsum(-(-region_pages // per_step), out=region_step[1:])
-    before = np.cumsum(count) - count
-    shift = region_step[:-1] * per_step - (np.cumsum(region_pages) - region_pages)
-    first = before + shift[place.region]
-    flat = np.arange(int(count.sum()), dtype=np.int64)
-    source = np.repeat(runs.page[place.run] - before, count) + flat
-    target: slice | NDArray[np.int64] = slice(len(flat))
-    if shift.any():
-        target = np.repeat(first - before, count) + flat
-
-    size = int(region_step[-1] + 1) * per_step  # the kernel looks a step ahead
-    words, masks = np.zeros(size, np.int32), np.zeros(size, np.int32)
-    words[target] = layout.node_pages[source] | np.int32(layout.page_size << PAGE_BITS)
-    masks[target] = np.repeat(_row_masks(place, group) | layout.page_size << 16, count)
-    _mark_last_pages(runs, place, first + count - 1, (words, masks), layout.page_size)
-    whole = TILE_ROWS << 8 | layout.page_size << 16
+    """Lay the runs' pages side by side."""
+    page_size = layout.page_size
+    pages = _place_pages(runs, place, STEP_TOKENS // page_size)
+    counts, target = pages.counts, pages.target
+    flat = np.arange(int(counts.sum()), dtype=np.int64)
+    source = np.repeat(runs.page[place.run] - pages.before, counts) + flat
+    words, masks = (np.zeros(pages.num_places, np.int32) for _ in range(2))
+    words[target] = layout.node_pages[source] | np.int32(page_size << PAGE_BITS)
+    masks[target] = np.repeat(_row_masks(place, group) | page_size << 16, counts)
+    _mark_last_pages(runs, place, pages.first + counts - 1, (words, masks), page_size)
+    whole = TILE_ROWS << 8 | page_size << 16
     positions = NOTHING
     if len(starts):
-        positions = np.zeros(size, np.int32)
-        begin = _positions(layout, runs)[place.run] - before * layout.page_size
-        positions[target] = np.repeat(begin, count) + flat * layout.page_size
+        positions = np.zeros(pages.num_places, np.int32)
+        begin = _positions(layout, runs)[place.run] - pages.before * page_size
+        positions[target] = np.repeat(begin, counts) + flat * page_size
         latest = _over_rows(np.maximum, starts, place.low, place.high)
-        masks[target] |= (positions[target] < np.repeat(latest, count)) * np.int32(MASKED)
+        masks[target] |= (positions[target] < np.repeat(latest, counts)) * np.int32(MASKED)
     masks |= (masks != whole) * np.int32(MASKED)
     return TileStreams(
         rows=runs.rows,
         cuts=place.cuts,
         wide_low=runs.low[place.wide],
         wide_high=runs.high[place.wide],
-        region_step=region_step,
+        region_step=pages.region_step,
         run_node=runs.node[place.run],
-        run_page=first.astype(np.int32),
+        run_page=pages.first.astype(np.int32),
         run_pages=runs.pages[place.run],
         run_low=place.low,
         run_high=place.high,

@@ -49,7 +49,10 @@ class CustomMaskPlan:
 
 
 class CustomMaskAttention:
-    """No tile is skipped, so the work is rows x tokens of each tree; any mask can be given."""
+    """No tile is skipped, so the work is rows x tokens of each tree; any mask can be given.
+
+    As FlashInfer's packed custom masks; SpecInfer (arXiv 2305.09781) verifies token trees so.
+    """
 
     kernel = Kernel.CUSTOM_MASK
     phase = Phase.PREFILL
@@ -78,7 +81,10 @@ class CustomMaskAttention:
         return self.plan_masked(layout, PackedMask.pack(masks))
 
     def plan_masked(self, layout: AttentionLayout, mask: PackedMask) -> CustomMaskPlan:
-        """A plan with the caller's mask: a request a tree, over its nodes and then its items."""
+        """A plan with the caller's mask: a request a tree, over its nodes and then its items.
+
+        ValueError: the mask has other numbers of rows or tokens than the layout.
+        """
         requests = logical_requests(layout)
         rows = [request_rows(layout, request) for request in requests]
         tokens = [request_tokens(layout, request) for request in requests]

@@ -44,6 +44,8 @@ class MultiItemPlan:
 
 
 class MultiItemAttention:
+    """As FlashInfer's multi-item scoring, with its `prefix_len` and `token_pos_in_items`."""
+
     kernel = Kernel.MULTI_ITEM
     phase = Phase.PREFILL
 

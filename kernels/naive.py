@@ -9,6 +9,8 @@ from stemserve.kernels.strategy import Kernel, Phase
 
 
 class NaiveAttention(ScheduledAttention):
+    """What a server does that neither batches nor pages: the baseline of the others."""
+
     kernel = Kernel.NAIVE
     phase = Phase.PREFILL
 

@@ -47,10 +47,6 @@ class PackedMask:
             tokens=tokens,
         )
 
-    @property
-    def num_requests(self) -> int:
-        return len(self.rows)
-
     def request_bits(self, request: int) -> NDArray[np.uint8]:
         return self.bits[self.byte_indptr[request] : self.byte_indptr[request + 1]]
 

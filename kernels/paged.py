@@ -10,7 +10,10 @@ from stemserve.kernels.strategy import Kernel, Phase
 
 
 class PagedAttention(ScheduledAttention):
-    """Split-KV: a block table in several stretches of pages is read in parts, merged by LSE."""
+    """Split-KV: a block table in several stretches of pages is read in parts, merged by LSE.
+
+    Block tables are those of PagedAttention (arXiv 2309.06180), the parts those of FlashDecoding.
+    """
 
     kernel = Kernel.PAGED
     phase = Phase.DECODE

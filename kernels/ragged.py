@@ -9,6 +9,8 @@ from stemserve.kernels.strategy import Kernel, Phase
 
 
 class RaggedAttention(ScheduledAttention):
+    """As FlashInfer's ragged and paged prefill of a batch (arXiv 2501.01005)."""
+
     kernel = Kernel.RAGGED
     phase = Phase.PREFILL
 

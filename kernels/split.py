@@ -9,6 +9,8 @@ from stemserve.kernels.strategy import Kernel, Phase
 
 
 class SplitAttention(ScheduledAttention):
+    """Two rounds, as in engines that find a prefix in their cache (RadixAttention of SGLang)."""
+
     kernel = Kernel.SPLIT
     phase = Phase.PREFILL
 

@@ -44,13 +44,11 @@ class Work:
         return int(self.kv_tokens.sum(dtype=np.int64))
 
 
-class Plan(Protocol):
-    @property
-    def work(self) -> Work: ...
-
-
 class Strategy(Protocol):
-    """One way to compute the attention of a group."""
+    """One way to compute the attention of a group.
+
+    A refused layout must not be planned. Ranges are checked where a layout is made, not here.
+    """
 
     kernel: Kernel
     phase: Phase
@@ -64,9 +62,13 @@ class Strategy(Protocol):
         ...
 
     def plan(self, layout: AttentionLayout) -> Any:
-        """Host work, once a step: everything that depends on the layout."""
+        """Host work, once a step: everything that depends on the layout. A plan has its `work`."""
         ...
 
     def run(self, plan: Any, q: Tensor, kv: LayerKV) -> AttentionState:
-        """Device work, once a layer; neither syncs nor plans. q: [rows, query_heads, head_dim]."""
+        """Device work, once a layer; neither syncs nor plans.
+
+        q: [rows, query_heads, head_dim]; `out` has its shape and dtype. `lse` is float32, a
+        natural logarithm. A row that sees nothing has out 0 and lse -inf.
+        """
         ...

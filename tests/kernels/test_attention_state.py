@@ -17,20 +17,22 @@ def parts(*states: tuple[float, float]) -> tuple[Tensor, Tensor]:
     return outs, torch.tensor([lse for _, lse in states]).view(-1, 1, 1)
 
 
-def test_the_log_sum_exp_is_natural() -> None:
+def test_b21_the_log_sum_exp_is_natural() -> None:
     out, lse = merge_states(*parts((1.0, math.log(4)), (6.0, 0.0)))
     assert out.item() == pytest.approx(2.0)
     assert lse.item() == pytest.approx(1.6094, abs=1e-4)
 
 
-def test_two_empty_parts_are_empty() -> None:
+def test_b21_two_empty_parts_are_empty() -> None:
     out, lse = merge_states(*parts((0.0, -math.inf), (0.0, -math.inf)))
     assert (out.item(), lse.item()) == (0.0, -math.inf)
 
 
 @pytest.mark.parametrize("empty_lse", [-math.inf, math.inf])
 @pytest.mark.parametrize("rubbish", [0.0, math.nan, math.inf])
-def test_an_empty_part_changes_nothing_whatever_it_holds(empty_lse: float, rubbish: float) -> None:
+def test_b21_an_empty_part_changes_nothing_whatever_it_holds(
+    empty_lse: float, rubbish: float
+) -> None:
     for state in (((rubbish, empty_lse), (6.0, 0.5)), ((6.0, 0.5), (rubbish, empty_lse))):
         out, lse = merge_states(*parts(*state))
         assert (out.item(), lse.item()) == (6.0, 0.5)

@@ -31,7 +31,7 @@ def draft_mask(prefix: int, parents: tuple[int, ...]) -> Bool:
 
 
 @pytest.mark.parametrize("padding", [0, 3])
-def test_a_speculation_tree_is_verified_in_one_request(padding: int) -> None:
+def test_b26_a_speculation_tree_is_verified_in_one_request(padding: int) -> None:
     tokens = 6 + padding
     layout = make_layout([Node(tokens=tokens)], [Segment(rows=tokens)])
     parents = (*BRANCHING, *[-1] * padding)
@@ -43,7 +43,7 @@ def test_a_speculation_tree_is_verified_in_one_request(padding: int) -> None:
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_large_speculation_trees_over_prefixes_are_the_oracle(seed: int) -> None:
+def test_b26_large_speculation_trees_over_prefixes_are_the_oracle(seed: int) -> None:
     rng = np.random.default_rng(seed)
     sizes, prefixes = rng.integers(130, 170, size=2), rng.integers(0, 50, size=2)
     nodes = [Node(tokens=int(p + n)) for p, n in zip(prefixes, sizes, strict=True)]
@@ -74,7 +74,7 @@ def test_a_row_whose_bits_are_all_0_answers_0() -> None:
     assert lse[1, 0].item() == -torch.inf
 
 
-def test_a_mask_does_not_outlive_its_plan() -> None:
+def test_b25_a_mask_does_not_outlive_its_plan() -> None:
     layout = make_layout([Node(tokens=5)], [Segment(rows=2)])
     inputs = random_inputs(layout, SHAPE, seed=4)
     strategy = custom_mask()
@@ -88,7 +88,7 @@ def test_a_mask_does_not_outlive_its_plan() -> None:
 
 
 @pytest.mark.parametrize("shape", [(2, 4), (3, 5), (2, 6)])
-def test_a_mask_of_another_shape_is_refused(shape: tuple[int, int]) -> None:
+def test_b25_a_mask_of_another_shape_is_refused(shape: tuple[int, int]) -> None:
     layout = make_layout([Node(tokens=5)], [Segment(rows=2)])
     with pytest.raises(ValueError, match="needs masks of"):
         custom_mask().plan_masked(layout, PackedMask.pack([np.ones(shape, np.bool_)]))

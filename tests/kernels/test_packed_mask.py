@@ -11,7 +11,7 @@ def bits(*rows: str) -> Bool:
     return np.array([[bit == "1" for bit in row] for row in rows])
 
 
-def test_each_request_starts_at_a_byte() -> None:
+def test_b25_each_request_starts_at_a_byte() -> None:
     mask = PackedMask.pack([bits("101"), bits("11000", "11101")])
     assert mask.bits.tolist() == [5, 227, 2]
     assert mask.byte_indptr.tolist() == [0, 1, 3]
@@ -36,7 +36,7 @@ def test_bytes_that_do_not_fit_the_shape_are_refused() -> None:
         )
 
 
-def test_offsets_in_bits_are_refused() -> None:
+def test_b25_offsets_in_bits_are_refused() -> None:
     with pytest.raises(ValueError, match="byte offsets"):
         PackedMask(
             bits=np.zeros(2, np.uint8),
@@ -46,6 +46,6 @@ def test_offsets_in_bits_are_refused() -> None:
         )
 
 
-def test_a_padded_batch_of_masks_is_refused() -> None:
+def test_b25_a_padded_batch_of_masks_is_refused() -> None:
     with pytest.raises(ValueError, match="rows, tokens"):
         PackedMask.pack([np.ones((2, 3, 3), np.bool_)])

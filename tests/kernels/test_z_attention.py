@@ -49,7 +49,9 @@ def answers(
 
 @pytest.mark.parametrize("kernel", ONE_PREFIX)
 @pytest.mark.parametrize("cached", [32, 0, 39])
-def test_items_after_a_partly_cached_prefix(kernel: Kernel, cached: int, costs: CostTable) -> None:
+def test_b09_items_after_a_partly_cached_prefix(
+    kernel: Kernel, cached: int, costs: CostTable
+) -> None:
     segments = [Segment(rows=40 - cached)]
     segments += [Segment(rows=rows, is_item=True) for rows in (3, 1, 5)]
     layout = make_layout([Node(tokens=40)], segments)
@@ -57,30 +59,33 @@ def test_items_after_a_partly_cached_prefix(kernel: Kernel, cached: int, costs: 
     assert means[40 - cached + 3] == pytest.approx(546.0732, abs=1e-3)
     context = [np.square(np.arange(j + 1)).mean() for j in range(cached, 40)]
     assert means[: 40 - cached] == pytest.approx(context, rel=1e-5)
+    own = [range(40, 43), range(43, 44), range(44, 49)]
+    items = [(20540 + np.cumsum(np.square(j))) / (40 + np.arange(1, len(j) + 1)) for j in own]
+    assert means[40 - cached :] == pytest.approx(np.concatenate(items), rel=1e-5)
 
 
 @pytest.mark.parametrize("kernel", ONE_PREFIX)
-def test_items_do_not_see_one_another(kernel: Kernel, costs: CostTable) -> None:
+def test_b10_items_do_not_see_one_another(kernel: Kernel, costs: CostTable) -> None:
     means, _ = answers(Phase.PREFILL, kernel, items_over(3, [2, 1, 3]), costs)
     assert means == pytest.approx([3.5, 6.0, 7.5, 10.25, 18.0, 25.6667], abs=1e-4)
 
 
 @pytest.mark.parametrize("kernel", ONE_PREFIX)
-def test_an_empty_item_moves_no_other(kernel: Kernel, costs: CostTable) -> None:
+def test_b14_an_empty_item_moves_no_other(kernel: Kernel, costs: CostTable) -> None:
     means, _ = answers(Phase.PREFILL, kernel, items_over(3, [2, 0, 3]), costs)
     assert means == pytest.approx([3.5, 6.0, 7.5, 13.2, 19.1667], abs=1e-4)
 
 
 @pytest.mark.parametrize("kernel", ONE_PREFIX)
-def test_items_of_very_uneven_lengths(kernel: Kernel, costs: CostTable) -> None:
-    means, _ = answers(Phase.PREFILL, kernel, items_over(3, [1, 1200, 1]), costs)
-    sums = 5 + np.cumsum(np.square(np.arange(4, 1204, dtype=np.float64)))
-    expected = [3.5, *(sums / np.arange(4, 1204)), (5 + 1204**2) / 4]
+def test_b14_items_of_very_uneven_lengths(kernel: Kernel, costs: CostTable) -> None:
+    means, _ = answers(Phase.PREFILL, kernel, items_over(3, [1, 4000, 1]), costs)
+    sums = 5 + np.cumsum(np.square(np.arange(4, 4004, dtype=np.float64)))
+    expected = [3.5, *(sums / np.arange(4, 4004)), (5 + 4004**2) / 4]
     assert means == pytest.approx(expected, rel=1e-4)
 
 
 @pytest.mark.parametrize("kernel", ONE_PREFIX)
-def test_two_hundred_equal_items_over_no_context(kernel: Kernel, costs: CostTable) -> None:
+def test_b14_two_hundred_equal_items_over_no_context(kernel: Kernel, costs: CostTable) -> None:
     segments = [Segment(node=-1, is_item=True)] * 200
     means, lses = answers(Phase.PREFILL, kernel, make_layout([], segments), costs)
     assert means == pytest.approx([j**2 for j in range(200)])
@@ -90,7 +95,7 @@ def test_two_hundred_equal_items_over_no_context(kernel: Kernel, costs: CostTabl
 @pytest.mark.parametrize("kernel", ONE_PREFIX)
 @pytest.mark.parametrize("lengths", [(3, 3), (3, 4)])
 @pytest.mark.parametrize("is_item", [False, True])
-def test_rows_are_causal_whether_lengths_are_equal_or_not(
+def test_b18_rows_are_causal_whether_lengths_are_equal_or_not(
     kernel: Kernel, lengths: tuple[int, int], is_item: bool, costs: CostTable
 ) -> None:
     nodes = [] if is_item else [Node(tokens=tokens) for tokens in lengths]
@@ -105,7 +110,21 @@ def test_rows_are_causal_whether_lengths_are_equal_or_not(
 
 
 @pytest.mark.parametrize("kernel", ONE_PREFIX)
-def test_rows_before_the_first_token_see_nothing(kernel: Kernel, costs: CostTable) -> None:
+def test_b22_rows_before_the_only_token_answer_0(kernel: Kernel, costs: CostTable) -> None:
+    layout = make_layout([Node(tokens=1)], [Segment(rows=3)])
+    inputs = z_inputs(layout, SHAPE)
+    inputs.kv.v_pages.masked_fill_(~inputs.kv.v_pages.isnan(), 7.0)
+    strategy = strategies(SHAPE, device=CPU, dtype=torch.float32, costs=costs)[
+        Phase.PREFILL, kernel
+    ]
+    out, lse = strategy.run(strategy.plan(layout), inputs.q, inputs.kv)
+    expected = torch.tensor([0.0, 0.0, 7.0])[:, None, None].expand_as(out)
+    torch.testing.assert_close(out, expected, atol=0, rtol=0)
+    assert floats(lse[:, 0]) == [-np.inf, -np.inf, 0.0]
+
+
+@pytest.mark.parametrize("kernel", ONE_PREFIX)
+def test_b22_rows_before_the_first_token_see_nothing(kernel: Kernel, costs: CostTable) -> None:
     layout = make_layout([Node(tokens=2)], [Segment(rows=4)])
     means, lses = answers(Phase.PREFILL, kernel, layout, costs)
     assert means == pytest.approx([0, 0, 0, 0.5])
@@ -114,7 +133,7 @@ def test_rows_before_the_first_token_see_nothing(kernel: Kernel, costs: CostTabl
 
 @pytest.mark.parametrize("kernel", DECODE)
 @pytest.mark.parametrize("empty", [-1, 1])
-def test_a_request_without_tokens_moves_no_other(
+def test_b22_a_request_without_tokens_moves_no_other(
     kernel: Kernel, empty: int, costs: CostTable
 ) -> None:
     nodes = [Node(tokens=3), Node(tokens=0), Node(tokens=2)]
@@ -135,13 +154,15 @@ def token_tree(parents: tuple[int, ...]) -> AttentionLayout:
 
 
 @pytest.mark.parametrize("kernel", DECODE)
-def test_siblings_of_a_decode_tree_do_not_see_one_another(kernel: Kernel, costs: CostTable) -> None:
+def test_b26_siblings_of_a_decode_tree_do_not_see_one_another(
+    kernel: Kernel, costs: CostTable
+) -> None:
     means, _ = answers(Phase.DECODE, kernel, token_tree(BRANCHING), costs)
     assert means == pytest.approx(BRANCHING_MEANS, abs=1e-4)
 
 
 @pytest.mark.parametrize("kernel", [k for k in ONE_PREFIX if k is not Kernel.MULTI_ITEM])
-def test_siblings_of_a_prefill_tree_do_not_see_one_another(
+def test_b26_siblings_of_a_prefill_tree_do_not_see_one_another(
     kernel: Kernel, costs: CostTable
 ) -> None:
     means, _ = answers(Phase.PREFILL, kernel, token_tree(BRANCHING), costs)
@@ -149,7 +170,7 @@ def test_siblings_of_a_prefill_tree_do_not_see_one_another(
 
 
 @pytest.mark.parametrize("kernel", DECODE)
-def test_siblings_far_below_the_diagonal_do_not_see_one_another(
+def test_b26_siblings_far_below_the_diagonal_do_not_see_one_another(
     kernel: Kernel, costs: CostTable
 ) -> None:
     parents = (-1, *((n - 1) // 2 for n in range(1, 150)))
@@ -162,7 +183,7 @@ def test_siblings_far_below_the_diagonal_do_not_see_one_another(
 
 @pytest.mark.parametrize("batch", [1, 7, 8, 128])
 @pytest.mark.parametrize("kernel", ONE_PREFIX)
-def test_identical_requests_over_a_long_prefix_answer_alike(
+def test_b23_identical_requests_over_a_long_prefix_answer_alike(
     kernel: Kernel, batch: int, costs: CostTable
 ) -> None:
     shape = head_shape(32, 8, 16)

@@ -14,7 +14,7 @@ from stemserve.service.errors import DeadlinePassed, InvalidRequest, NeverFits, 
 from stemserve.service.request import Job
 
 
-def test_what_can_never_fit_is_refused_at_once_and_blocks_nobody() -> None:
+def test_b45_what_can_never_fit_is_refused_at_once_and_blocks_nobody() -> None:
     rig = make_rig(pages=50)
     too_large: list[Job] = [
         generate_job("long", random_tokens(1, 1000)),

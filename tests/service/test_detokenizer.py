@@ -14,20 +14,20 @@ def pieces(tokens: list[bytes]) -> list[str]:
     return [*(detokenizer.feed(index) for index in range(len(tokens))), detokenizer.flush()]
 
 
-def test_half_a_character_waits_for_its_other_half() -> None:
+def test_b43_half_a_character_waits_for_its_other_half() -> None:
     assert pieces([b"\xf0\x9f", b"\x99\x82", b" ok"]) == ["", "🙂", " ok", ""]
 
 
-def test_a_cut_after_half_a_character_ends_in_one_replacement_character() -> None:
+def test_b43_a_cut_after_half_a_character_ends_in_one_replacement_character() -> None:
     assert pieces([b"a", b"\xf0\x9f"]) == ["a", "", "\ufffd"]
 
 
-def test_half_a_character_before_plain_text_is_replaced_once() -> None:
+def test_b43_half_a_character_before_plain_text_is_replaced_once() -> None:
     tokens = ["A 世".encode(), b"\xe7\x95", b"ab"]
     assert "".join(pieces(tokens)) == b"".join(tokens).decode(errors="replace") == "A 世\ufffdab"
 
 
-def test_a_character_that_the_prompt_began_is_not_completed() -> None:
+def test_b43_a_character_that_the_prompt_began_is_not_completed() -> None:
     assert pieces([b"\xad", b"x"]) == ["\ufffd", "x", ""]
 
 
@@ -36,7 +36,7 @@ def test_an_id_beyond_the_vocabulary_has_no_text() -> None:
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_the_pieces_of_random_bytes_join_to_the_full_decoding(seed: int) -> None:
+def test_b43_the_pieces_of_random_bytes_join_to_the_full_decoding(seed: int) -> None:
     rng = random.Random(seed)
     text = "".join(chr(rng.choice([0x41, 0xE9, 0x4E16, 0x1F642])) for _ in range(20)).encode()
     noise = bytes(rng.randrange(256) for _ in range(20))
@@ -47,7 +47,7 @@ def test_the_pieces_of_random_bytes_join_to_the_full_decoding(seed: int) -> None
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_the_pieces_join_to_what_the_tokenizers_library_decodes(seed: int) -> None:
+def test_b43_the_pieces_join_to_what_the_tokenizers_library_decodes(seed: int) -> None:
     rng = random.Random(seed)
     encoder = byte_encoder()
     ids = [rng.randrange(258) for _ in range(60)]

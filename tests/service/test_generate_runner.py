@@ -64,7 +64,7 @@ TEXTS = (b"ab", b"E", b"ND cd", b"X", b"")
         ((0, 1, EOS), ["ab", "", "E"], "stop"),
     ],
 )
-async def test_a_stop_string_that_spans_tokens_is_never_shown_and_held_text_is_not_lost(
+async def test_b42_a_stop_string_that_spans_tokens_is_never_shown_and_held_text_is_not_lost(
     script: tuple[int, ...], expected: list[str], finish: str
 ) -> None:
     tokenizer = fixed_tokens(*TEXTS, eos_id=EOS)
@@ -74,12 +74,12 @@ async def test_a_stop_string_that_spans_tokens_is_never_shown_and_held_text_is_n
     assert [part.finish for part in news[:-1]] == [""] * (len(news) - 1)
 
 
-async def test_the_first_complete_match_wins() -> None:
+async def test_b42_the_first_complete_match_wins() -> None:
     news = await one_sample(scripted((0, 1, 2)), fixed_tokens(*TEXTS), stop_request("b", "ab"))
     assert [part.text for part in news] == [""]
 
 
-async def test_a_stop_string_counts_only_from_the_minimum_on() -> None:
+async def test_b42_a_stop_string_counts_only_from_the_minimum_on() -> None:
     request = stop_request("ab", new_tokens=4)
     request.min_new_tokens = 3
     news = await one_sample(scripted((0, 0, 0, 0)), fixed_tokens(*TEXTS), request)
@@ -100,7 +100,7 @@ async def test_a_stop_string_ends_only_its_own_sample() -> None:
         assert usage is not None and usage.output_tokens == 3 + 4
 
 
-async def test_half_characters_wait_and_a_cut_ends_in_one_replacement_character() -> None:
+async def test_b43_half_characters_wait_and_a_cut_ends_in_one_replacement_character() -> None:
     tokenizer = fixed_tokens(b"\xf0\x9f", b"\x99\x82", b" ok", b"", b"")
     whole = await one_sample(scripted((0, 1, 2)), tokenizer, stop_request())
     cut = await one_sample(scripted((2, 0)), tokenizer, stop_request(new_tokens=2))
@@ -109,7 +109,7 @@ async def test_half_characters_wait_and_a_cut_ends_in_one_replacement_character(
 
 
 @pytest.mark.parametrize("seed", range(5))
-async def test_the_streamed_texts_join_to_the_decoding_of_all_tokens(seed: int) -> None:
+async def test_b43_the_streamed_texts_join_to_the_decoding_of_all_tokens(seed: int) -> None:
     rng = np.random.default_rng(seed)
     tokens = [bytes(rng.integers(0, 256, rng.integers(1, 4)).tolist()) for _ in range(40)]
     tokenizer = fixed_tokens(*tokens)
@@ -134,7 +134,7 @@ async def test_one_message_a_step_carries_the_news_of_all_samples() -> None:
         assert steps[-1].timing is not None and steps[-1].timing.total_seconds > 0
 
 
-async def test_an_early_end_of_one_sample_leaves_the_others_running() -> None:
+async def test_b36_an_early_end_of_one_sample_leaves_the_others_running() -> None:
     tokenizer = fixed_tokens(*TEXTS, eos_id=EOS)
     scripts = [(0, EOS), (1, 1, 1, 1), (2, 2, 2, EOS), (3, 3, 3, 3)]
     async with serving(scripted(*scripts), tokenizer) as served:
@@ -153,7 +153,7 @@ async def test_ignore_eos_goes_on_past_it() -> None:
     assert [part.finish for part in news] == ["", "", "length"]
 
 
-async def test_logprobs_are_raw_and_the_top_ones_come_first() -> None:
+async def test_b37_logprobs_are_raw_and_the_top_ones_come_first() -> None:
     request = inference_pb2.GenerateRequest(
         prompt=prompt(0), sampling=GREEDY, max_new_tokens=2, logprobs=True, top_logprobs=2
     )
@@ -173,7 +173,7 @@ async def test_no_logprobs_come_unasked() -> None:
 @pytest.mark.parametrize(
     ("length", "asked", "given"), [(63, 1, 1), (60, 10, 4), (60, 4, 4), (64, 1, None)]
 )
-async def test_the_new_tokens_are_cut_to_the_models_context(
+async def test_b34_the_new_tokens_are_cut_to_the_models_context(
     length: int, asked: int, given: int | None
 ) -> None:
     async with serving(BigramEngine(), fixed_tokens(b"a", b"b", b"c")) as served:
@@ -202,7 +202,7 @@ async def sampled(served: Served, seed: int | None) -> list[list[int]]:
 
 
 @pytest.mark.parametrize("seed", [0, 7, 2**64 - 1])
-async def test_a_seed_gives_different_samples_and_the_same_ones_again(seed: int) -> None:
+async def test_b36_a_seed_gives_different_samples_and_the_same_ones_again(seed: int) -> None:
     engine = BigramEngine(np.full((1000, 1000), 0.001))
     async with serving(engine, fixed_tokens(*[b"a"] * 1000)) as served:
         first, second = await sampled(served, seed), await sampled(served, seed)
@@ -210,7 +210,7 @@ async def test_a_seed_gives_different_samples_and_the_same_ones_again(seed: int)
         assert len({tuple(tokens) for tokens in first}) == 4
 
 
-async def test_without_a_seed_each_call_differs() -> None:
+async def test_b36_without_a_seed_each_call_differs() -> None:
     engine = BigramEngine(np.full((1000, 1000), 0.001))
     async with serving(engine, fixed_tokens(*[b"a"] * 1000)) as served:
         assert await sampled(served, None) != await sampled(served, None)

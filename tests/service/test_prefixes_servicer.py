@@ -62,7 +62,7 @@ async def test_tokens_and_text_register_the_same_prefix() -> None:
         assert again.prefix_id == text.prefix_id
 
 
-async def test_a_bos_makes_another_prefix_of_the_same_text() -> None:
+async def test_b20_a_bos_makes_another_prefix_of_the_same_text() -> None:
     ids = set[str]()
     for adds_bos in (True, False):
         async with serving(byte_engine(), byte_tokenizer(adds_bos=adds_bos)) as served:

@@ -47,7 +47,7 @@ def context(engine: BigramEngine, call: int = -1) -> list[int]:
     return tokens
 
 
-async def test_text_a_registered_prefix_and_token_ids_give_the_same_job_and_scores() -> None:
+async def test_b20_text_a_registered_prefix_and_token_ids_give_the_same_job_and_scores() -> None:
     tokenizer = byte_tokenizer(adds_bos=True)
     async with serving(byte_engine(), tokenizer) as served:
         front = tokenizer.encode_front(["Q: "])[0]
@@ -67,7 +67,7 @@ async def test_text_a_registered_prefix_and_token_ids_give_the_same_job_and_scor
         assert inline.scores.tolist() == named.scores.tolist() == tokens.scores.tolist()
 
 
-async def test_the_bos_stands_once_at_the_front_and_in_no_item() -> None:
+async def test_b20_the_bos_stands_once_at_the_front_and_in_no_item() -> None:
     tokenizer = byte_tokenizer(adds_bos=True)
     async with serving(byte_engine(), tokenizer) as served:
         mode = inference_pb2.LabelProbabilities(label_token_ids=[1])
@@ -77,7 +77,7 @@ async def test_the_bos_stands_once_at_the_front_and_in_no_item() -> None:
         assert units(served.engine)[0] == units(served.engine)[1]
 
 
-async def test_the_items_after_a_prefix_do_not_change_the_prefix() -> None:
+async def test_b07_the_items_after_a_prefix_do_not_change_the_prefix() -> None:
     async with serving(byte_engine()) as served:
         mode = inference_pb2.LabelProbabilities(label_token_ids=[1])
         alone = [await served.client.score([item], mode, query="P") for item in (" a", "a", "\n")]
@@ -87,16 +87,17 @@ async def test_the_items_after_a_prefix_do_not_change_the_prefix() -> None:
         assert [error.index for error in together.errors] == [0]
 
 
-async def test_special_tokens_in_texts_and_items_make_no_boundaries() -> None:
+async def test_b15_special_tokens_in_texts_and_items_make_no_boundaries() -> None:
     items = ["<eos>", "a<eos>b", "c"]
     async with serving(byte_engine()) as served:
         together = await served.client.score(items, LIKELIHOOD, query="x<eos>y")
         alone = [await served.client.score([i], LIKELIHOOD, query="x<eos>y") for i in items]
         assert together.scores.tolist() == [float(one.scores[0]) for one in alone]
+        assert len(set(together.scores.tolist())) == 3
 
 
 @pytest.mark.parametrize(("length", "fits"), [(63, True), (64, True), (65, False)])
-async def test_context_and_item_may_fill_the_models_context_exactly(
+async def test_b34_context_and_item_may_fill_the_models_context_exactly(
     length: int, fits: bool
 ) -> None:
     async with serving(BigramEngine()) as served:
@@ -112,7 +113,7 @@ async def test_context_and_item_may_fill_the_models_context_exactly(
         assert refusal.value.code is grpc.StatusCode.INVALID_ARGUMENT
 
 
-async def test_a_long_item_beside_others_is_an_error_of_that_item() -> None:
+async def test_b14_a_long_item_beside_others_is_an_error_of_that_item() -> None:
     async with serving(BigramEngine()) as served:
         contexts = [inference_pb2.Context(tokens=blob(0, 1))]
         scores = await served.client.score_tokens(

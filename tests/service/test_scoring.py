@@ -71,7 +71,9 @@ def label_request(**options: float) -> inference_pb2.ScoreRequest:
     return inference_pb2.ScoreRequest(label_probabilities=probabilities)
 
 
-async def test_a_likelihood_counts_the_first_token_of_the_item_and_none_of_the_context() -> None:
+async def test_b01_a_likelihood_counts_the_first_token_of_the_item_and_none_of_the_context() -> (
+    None
+):
     response = await answer(
         BigramEngine(), make_call(likelihood(token_logprobs=True), [ids(2, 2), ids(2)])
     )
@@ -112,7 +114,7 @@ async def test_nothing_is_read_after_the_last_token_of_a_likelihood() -> None:
     assert job.gather_offset.tolist() == [-1, 0, 1, -1]
 
 
-async def test_label_probabilities_are_over_the_full_vocabulary() -> None:
+async def test_b28_label_probabilities_are_over_the_full_vocabulary() -> None:
     response = await answer(
         BigramEngine(FOUR_LOGITS), make_call(label_request(), [ids(1)], labels=[(0,), (2,)])
     )
@@ -122,7 +124,7 @@ async def test_label_probabilities_are_over_the_full_vocabulary() -> None:
     assert list(response.shape) == [1, 2]
 
 
-async def test_apply_softmax_gives_probabilities_over_the_labels_and_says_so() -> None:
+async def test_b28_apply_softmax_gives_probabilities_over_the_labels_and_says_so() -> None:
     request = label_request(apply_softmax=True)
     call = make_call(request, [ids(1)], labels=[(0,), (2,)])
     response = await answer(BigramEngine(FOUR_LOGITS), call)
@@ -155,7 +157,7 @@ def label_oracle(bigrams: Float64, last: int, label: tuple[int, ...]) -> float:
 
 
 @pytest.mark.parametrize("seed", range(8))
-async def test_labels_of_several_tokens_are_exact_products(seed: int) -> None:
+async def test_b28_labels_of_several_tokens_are_exact_products(seed: int) -> None:
     rng = np.random.default_rng(seed)
     bigrams = random_bigrams(6, seed)
     drawn = [tuple(rng.integers(0, 3, rng.integers(1, 5)).tolist()) for _ in range(12)]
@@ -242,7 +244,7 @@ async def test_top_n_beyond_the_items_gives_all_that_have_a_score() -> None:
     assert len(response.label_mass) == 2
 
 
-async def test_an_empty_item_is_an_error_and_moves_no_other() -> None:
+async def test_b14_an_empty_item_is_an_error_and_moves_no_other() -> None:
     response = await answer(BigramEngine(), make_call(likelihood(), [ids(2), ids(), ids(0)]))
     assert response.scores[0] == pytest.approx(math.log(0.3))
     assert math.isnan(response.scores[1])
@@ -276,13 +278,13 @@ async def test_outputs_that_are_not_finite_are_an_error_of_the_item() -> None:
     assert list(response.is_greedy)[1] is False
 
 
-async def test_too_few_values_from_the_engine_are_a_fault_and_never_a_number() -> None:
+async def test_b03_too_few_values_from_the_engine_are_a_fault_and_never_a_number() -> None:
     plan = plan_score(make_call(likelihood(), [ids(2)]))
     with pytest.raises(EngineFault, match="0 log-probabilities instead of 1"):
         score_response(plan, nothing_read(plan.call))
 
 
-async def test_results_keep_the_order_of_fifty_items_of_falling_length() -> None:
+async def test_b17_results_keep_the_order_of_fifty_items_of_falling_length() -> None:
     bigrams = random_bigrams(50, 3)
     items = [ids(*([index] * (50 - index))) for index in range(50)]
     response = await answer(BigramEngine(bigrams), make_call(likelihood(), items))
@@ -293,7 +295,7 @@ async def test_results_keep_the_order_of_fifty_items_of_falling_length() -> None
     assert response.scores == pytest.approx(expected, rel=1e-5)
 
 
-async def test_two_hundred_equal_items_score_the_same() -> None:
+async def test_b14_two_hundred_equal_items_score_the_same() -> None:
     response = await answer(BigramEngine(), make_call(likelihood(), [ids(2, 1)] * 200))
     assert len(set(response.scores)) == 1
     assert len(response.scores) == 200

@@ -27,7 +27,7 @@ def run(pieces: list[str], stops: list[str]) -> tuple[list[str], StopMatcher]:
 
 
 @given(text=st.text("abEc", max_size=30), stops=STOPS, seed=st.integers(0, 1000))
-def test_the_shown_text_is_the_naive_cut_however_the_text_is_split(
+def test_b42_the_shown_text_is_the_naive_cut_however_the_text_is_split(
     text: str, stops: list[str], seed: int
 ) -> None:
     rng = random.Random(seed)
@@ -41,7 +41,7 @@ def test_the_shown_text_is_the_naive_cut_however_the_text_is_split(
 
 
 @given(text=st.text("abE", max_size=20), stops=STOPS)
-def test_no_part_of_a_coming_match_is_ever_shown(text: str, stops: list[str]) -> None:
+def test_b42_no_part_of_a_coming_match_is_ever_shown(text: str, stops: list[str]) -> None:
     matcher, shown = StopMatcher(stops), ""
     for character in text:
         shown += matcher.feed(character)
@@ -58,7 +58,7 @@ def test_no_part_of_a_coming_match_is_ever_shown(text: str, stops: list[str]) ->
         (["xb", "y"], ["b", "ab"], ["x", "", ""]),
     ],
 )
-def test_pieces_are_held_only_while_they_may_become_a_stop(
+def test_b42_pieces_are_held_only_while_they_may_become_a_stop(
     pieces: list[str], stops: list[str], expected: list[str]
 ) -> None:
     assert run(pieces, stops)[0] == expected

@@ -176,7 +176,9 @@ async def test_a_malformed_generate_request_is_refused_by_field(field: str, spoi
 @pytest.mark.parametrize(
     ("token_id", "bias"), [(-1, 1.0), (3, 1.0), (2**31, 1.0), (0, float("nan")), (0, float("inf"))]
 )
-async def test_a_bad_bias_is_refused_while_other_streams_finish(token_id: int, bias: float) -> None:
+async def test_b29_a_bad_bias_is_refused_while_other_streams_finish(
+    token_id: int, bias: float
+) -> None:
     async with serving(BigramEngine(), limits=SMALL) as served:
 
         async def run() -> int:
@@ -192,14 +194,14 @@ async def test_a_bad_bias_is_refused_while_other_streams_finish(token_id: int, b
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1e-12, 1e-4, 0.7])
-async def test_tiny_temperatures_are_accepted(temperature: float) -> None:
+async def test_b32_tiny_temperatures_are_accepted(temperature: float) -> None:
     request = good_generate()
     request.sampling.temperature = temperature
     async with serving(BigramEngine()) as served:
         assert [step async for step in served.client.generate(request)]
 
 
-async def test_duplicate_label_texts_and_labels_without_tokens_are_refused() -> None:
+async def test_b28_duplicate_label_texts_and_labels_without_tokens_are_refused() -> None:
     async with serving(BigramEngine(np.full((258, 258), 1 / 258))) as served:
         for labels in (["a", "a"], ["a", ""]):
             mode = inference_pb2.LabelProbabilities(labels=labels)

@@ -3,6 +3,7 @@ export PYTHONSAFEPATH := 1
 
 PYTHON ?= python3
 VENV ?= .venv
+TORCH_INDEX ?=
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 PROTO_VENV := .venv-proto
@@ -12,13 +13,14 @@ PROTOS := $(sort $(wildcard proto/v1/*.proto))
 
 install: $(STAMP)
 
-# torch first and by itself: a version range pulls gigabytes of CUDA on a machine without a GPU.
+# torch first and by itself: later lines then keep the build that is there. PyPI's Linux build is
+# for CUDA and large; TORCH_INDEX=https://download.pytorch.org/whl/cpu takes the CPU build.
 $(STAMP): pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit("stemserve needs Python 3.11 or newer; name one: make PYTHON=python3.12") if sys.version_info < (3, 11) else 0'
-	@echo "Installing into $(VENV): about 2 GB, a few minutes, once."
+	@echo "Installing into $(VENV): about 2 GB with a CPU build of torch; once, a few minutes."
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade "pip>=25.1"
-	$(BIN)/python -m pip install --quiet torch==2.13.0
+	$(BIN)/python -m pip install --quiet torch==2.13.0 $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
 	$(BIN)/python -m pip install --quiet --editable . --group dev
 	@touch $@
 

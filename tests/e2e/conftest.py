@@ -6,7 +6,6 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -14,8 +13,6 @@ import torch
 from tests.e2e.engine_rig import EngineRig
 from tests.e2e.random_models import MakeRig, RandomModel, RandomModels
 from tests.service.serving import byte_tokenizer
-
-from stemserve.service.default_model import fetch_default
 
 READY = re.compile(r"stemserve is ready: .*gRPC [^:]+:(\d+), health (\d+), metrics (\d+)")
 FREE_PORTS = ("--port", "0", "--health-port", "0", "--metrics-port", "0")
@@ -70,13 +67,6 @@ def start_server(
                 server.wait(30)
             finally:
                 server.kill()
-
-
-@pytest.fixture(scope="session")
-def default_model() -> Path:
-    """The default model's file, where `make demo` keeps it; fetched if it is not there."""
-    folder = Path(__file__).parents[2] / ".cache" / "models"
-    return fetch_default(folder, progress=lambda line: None)
 
 
 @pytest.fixture

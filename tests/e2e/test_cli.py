@@ -94,7 +94,7 @@ def test_score_without_labels_is_the_likelihood_of_each_item(
         sum(answer["token_logprobs"][start:stop])
         for start, stop in zip(offsets, offsets[1:], strict=False)
     ]
-    assert answer["scores"] == pytest.approx(sums, abs=1e-3)
+    assert answer["scores"] == pytest.approx(sums, abs=1e-5)
 
 
 def test_several_contexts_score_every_item(run: Run, address: str) -> None:

@@ -19,6 +19,7 @@ from google.protobuf import descriptor_pb2
 from grpc_health.v1.health_pb2 import HealthCheckRequest, HealthCheckResponse
 from grpc_health.v1.health_pb2_grpc import HealthStub
 from grpc_reflection.v1alpha import reflection_pb2
+from tests.e2e.served import until_running
 
 from stemserve.proto.v1 import inference_pb2
 from stemserve.service.client import Client
@@ -45,6 +46,12 @@ def long_generation(tokens: int) -> inference_pb2.GenerateRequest:
     return inference_pb2.GenerateRequest(
         prompt=inference_pb2.Context(text="once"), max_new_tokens=tokens, ignore_eos=True, n=2
     )
+
+
+async def until_draining(port: int) -> None:
+    async with asyncio.timeout(30):
+        while await check(port) != HealthCheckResponse.NOT_SERVING:
+            await asyncio.sleep(0.01)
 
 
 async def count_tokens(client: Client, request: inference_pb2.GenerateRequest) -> int:
@@ -116,10 +123,9 @@ async def test_sigterm_lets_running_streams_end_and_refuses_new_calls(
     async with client_of(ports) as client:
         await client.score(["a"], LIKELIHOOD, query="q")
         streams = [asyncio.create_task(count_tokens(client, long_generation(40))) for _ in range(4)]
-        await asyncio.sleep(0.5)
+        await until_running(client, 4)
         server.send_signal(signal.SIGTERM)
-        await asyncio.sleep(0.1)
-        assert await check(ports["health"]) == HealthCheckResponse.NOT_SERVING
+        await until_draining(ports["health"])
         assert await check(ports["rpc"], NAMES[1]) == HealthCheckResponse.NOT_SERVING
         with pytest.raises(ClientError, match="UNAVAILABLE: the server is shutting down"):
             await client.score(["a"], LIKELIHOOD, query="q")
@@ -131,7 +137,7 @@ async def test_a_drain_ends_at_its_limit(serve_fake: StartServer) -> None:
     server, ports = serve_fake("--drain-seconds", 0.3)
     async with client_of(ports) as client:
         stream = asyncio.create_task(count_tokens(client, long_generation(4000)))
-        await asyncio.sleep(0.5)
+        await until_running(client, 1)
         server.send_signal(signal.SIGTERM)
         with pytest.raises(ClientError):
             await stream
@@ -142,9 +148,9 @@ async def test_a_second_sigterm_ends_at_once(serve_fake: StartServer) -> None:
     server, ports = serve_fake()
     async with client_of(ports) as client:
         stream = asyncio.create_task(count_tokens(client, long_generation(4000)))
-        await asyncio.sleep(0.5)
+        await until_running(client, 1)
         server.send_signal(signal.SIGTERM)
-        await asyncio.sleep(0.2)
+        await until_draining(ports["health"])
         server.send_signal(signal.SIGTERM)
         with pytest.raises(ClientError, match="UNAVAILABLE"):
             await stream

@@ -151,14 +151,14 @@ def check(
 @pytest.mark.parametrize("group", [1, 3, 4, 16])
 @pytest.mark.parametrize("name", FORESTS)
 def test_each_row_sees_its_chain_once(name: str, group: int, bins: int) -> None:
-    layout = layout_of(FORESTS[name], leaves_of(FORESTS[name]), np.random.default_rng())
+    layout = layout_of(FORESTS[name], leaves_of(FORESTS[name]), np.random.default_rng(bins))
     check(layout, group, bins)
 
 
 @pytest.mark.parametrize("page", [8, 32, STEP_TOKENS])
 def test_any_page_size_up_to_a_step_works(page: int) -> None:
     nodes = levels([2, 6, 30], [128, 64, 41])
-    check(layout_of(nodes, leaves_of(nodes), np.random.default_rng(), page), 4, 9)
+    check(layout_of(nodes, leaves_of(nodes), np.random.default_rng(page), page), 4, 9)
 
 
 def random_forest(rng: np.random.Generator, size: int) -> Nodes:
@@ -205,14 +205,14 @@ def test_a_window_hides_the_first_tokens(seed: int, window: int) -> None:
 @pytest.mark.parametrize("name", ["binary", "no sharing", "several roots"])
 def test_shares_differ_by_little(name: str) -> None:
     nodes = [(parent, tokens * 8) for parent, tokens in FORESTS[name]]
-    _, pieces = check(layout_of(nodes, leaves_of(nodes), np.random.default_rng()), 4, 33)
+    _, pieces = check(layout_of(nodes, leaves_of(nodes), np.random.default_rng(33)), 4, 33)
     load = np.bincount(pieces.bin, pieces.steps + 0.3, 33)
     assert load.max() <= load.mean() * 1.15 + 1.5
 
 
 def test_wide_nodes_are_cut_alike_for_all_their_tiles() -> None:
     nodes = levels([1, 64], [8192, 256])
-    layout = layout_of(nodes, leaves_of(nodes), np.random.default_rng())
+    layout = layout_of(nodes, leaves_of(nodes), np.random.default_rng(64))
     streams, pieces = check(layout, 4, 33)
     assert streams.num_wide == 1
     root = pieces.first < streams.region_step[1]

@@ -242,6 +242,19 @@ def test_bfloat16_loses_no_more_than_pytorch(kernel: Kernel, costs: CostTable) -
     assert lost.mean() <= 1.5 * allowed.mean()
 
 
+@pytest.mark.parametrize("batch", [1, 7, 8, 128])
+@pytest.mark.parametrize("kernel", [Kernel.CASCADE, Kernel.MULTI_ITEM])
+def test_b23_a_prefix_read_once_differs_little_in_bfloat16(
+    kernel: Kernel, batch: int, costs: CostTable
+) -> None:
+    shape = head_shape(32, 8, 64)
+    layout = items_over(1024, [4] * batch)
+    inputs = random_inputs(layout, shape, seed=batch, dtype=torch.bfloat16)
+    known = strategies(shape, device=CPU, dtype=torch.bfloat16, costs=costs, limits=LIMITS)
+    once, apart = (run(known[Phase.PREFILL, name], inputs) for name in (kernel, Kernel.RAGGED))
+    torch.testing.assert_close(once.out, apart.out, atol=2e-3, rtol=0)
+
+
 @pytest.mark.parametrize("kernel", DECODE)
 def test_decode_refuses_items_and_rows_that_belong_to_prefill(
     kernel: Kernel, costs: CostTable

@@ -66,6 +66,23 @@ def test_a_page_of_two_nodes_is_accepted() -> None:
     assert decode_step(plan.build(), LIMITS).kv_slots.tolist() == [4, 5, 6, 7, 8, 9]
 
 
+def test_b26_siblings_share_a_position() -> None:
+    """Nodes 0 -> 1 -> {2 -> 4, 3 -> 5} in depth-first order, a page each, behind 8 tokens."""
+    plan = PlanBuilder()
+    node = plan.node(8, [0, 1])
+    one = plan.node(4, [2], node)
+    two = plan.node(4, [3], one)
+    four = plan.node(4, [4], two)
+    three = plan.node(4, [5], one)
+    five = plan.node(4, [6], three)
+    for last in (node, one, two, four, three, five):
+        plan.decode(last, 1)
+    assert decode_step(plan.build(), LIMITS).positions.tolist() == [7, 11, 15, 19, 15, 19]
+    plan.positions[4:] = [23, 27]  # as if the first branch stood before the second
+    with pytest.raises(BadPlan, match="row 4 has position 23"):
+        decode_step(plan.build(), LIMITS)
+
+
 def set_blob(name: str, values: list[int]) -> Callable[[worker_pb2.StepPlan], None]:
     return lambda plan: setattr(plan, name, blob(values))
 

@@ -1,7 +1,6 @@
 """Tiny random models saved to a folder, and plain causal attention."""
 
 import random
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -18,14 +17,6 @@ class SaveModel(Protocol):
     """Makes a random model of a transformers class and saves it as safetensors."""
 
     def __call__(self, class_name: str, *, shard: str = "1GB", **config: object) -> Any: ...
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 @pytest.fixture(autouse=True)

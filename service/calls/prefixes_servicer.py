@@ -3,7 +3,8 @@
 import asyncio
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Generator
+from contextlib import contextmanager, suppress
 from itertools import count
 
 from stemserve.proto.v1 import inference_pb2, prefixes_pb2, prefixes_pb2_grpc
@@ -13,7 +14,7 @@ from stemserve.service.calls.scoring import context_job
 from stemserve.service.calls.validation import check_characters, check_id, check_tokens
 from stemserve.service.calls.wire_tokens import TOKEN_BYTES
 from stemserve.service.engine import Engine
-from stemserve.service.errors import InvalidRequest
+from stemserve.service.errors import InvalidRequest, PrefixNotFound
 from stemserve.service.limits import Limits
 from stemserve.service.request import Int32
 from stemserve.service.serving.call_status import Context, remaining_deadline
@@ -53,9 +54,10 @@ class PrefixesServicer(prefixes_pb2_grpc.PrefixesServicer):
             parent_id=request.parent_prefix_id,
             ttl_s=request.ttl_seconds,
         )
-        if request.warm:
-            await self._warm(prefix, deadline)
-        return prefixes_pb2.RegisterResponse(prefix=await self._message(prefix))
+        with self._released_on_error(prefix):
+            if request.warm:
+                await self._warm(prefix, deadline)
+            return prefixes_pb2.RegisterResponse(prefix=await self._message(prefix))
 
     async def Get(
         self, request: prefixes_pb2.GetRequest, context: Context
@@ -106,12 +108,19 @@ class PrefixesServicer(prefixes_pb2_grpc.PrefixesServicer):
 
     async def _warm(self, prefix: RegisteredPrefix, deadline: float | None) -> None:
         request_id = f"warm-{next(self._numbers)}:{prefix.prefix_id}"
+        await self._engine.score(
+            context_job(prefix.tokens, request_id=request_id, deadline=deadline)
+        )
+
+    @contextmanager
+    def _released_on_error(self, prefix: RegisteredPrefix) -> Generator[None]:
+        """A Register that fails has registered nothing: a retry must not add an owner."""
         try:
-            await self._engine.score(
-                context_job(prefix.tokens, request_id=request_id, deadline=deadline)
-            )
+            yield
         except BaseException:
-            self._registry.release(ANYONE, prefix.prefix_id)
+            # It may have expired, or others released it.
+            with suppress(PrefixNotFound):
+                self._registry.release(ANYONE, prefix.prefix_id)
             raise
 
     async def _message(self, prefix: RegisteredPrefix) -> prefixes_pb2.Prefix:

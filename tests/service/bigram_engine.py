@@ -131,6 +131,8 @@ class BigramEngine:
         )
 
     async def resident_tokens(self, tokens: Int32, salt: bytes) -> int:
+        if self.error is not None:
+            raise self.error
         return 0
 
     def _row(self, job: ScoreJob, gather: int) -> Float64:

@@ -1,5 +1,6 @@
 """The Prefixes service through a real socket."""
 
+import asyncio
 import math
 import time
 
@@ -12,7 +13,7 @@ from tests.service.serving import BYTE_VOCABULARY, byte_tokenizer, serving
 from stemserve.proto.v1 import inference_pb2, prefixes_pb2
 from stemserve.service.client import token_blob
 from stemserve.service.client_errors import ClientError
-from stemserve.service.errors import NotReady
+from stemserve.service.errors import InvalidRequest, NotReady
 from stemserve.service.request import ScoreJob
 
 Register = prefixes_pb2.RegisterRequest
@@ -137,6 +138,33 @@ async def test_a_warm_up_that_fails_registers_nothing() -> None:
             await served.client.register(Register(text="abc", warm=True))
         assert refusal.value.code is grpc.StatusCode.UNAVAILABLE
         assert await served.client.list_prefixes() == ()
+
+
+async def test_a_registration_that_fails_adds_no_owner() -> None:
+    async with serving(byte_engine()) as served:
+        await served.client.register(Register(text="abc", prefix_id="x"))
+        served.engine.error = NotReady("no worker is ready")
+        with pytest.raises(ClientError) as refusal:
+            await served.client.register(Register(text="abc", prefix_id="x"))
+        assert refusal.value.code is grpc.StatusCode.UNAVAILABLE
+        served.engine.error = None
+        await served.client.release_prefix("x")
+        assert await served.client.list_prefixes() == ()
+
+
+async def test_a_warm_up_that_fails_after_a_release_keeps_its_status() -> None:
+    async with serving(byte_engine()) as served:
+        served.engine.hold.clear()
+        warming = asyncio.create_task(
+            served.client.register(Register(text="abc", prefix_id="x", warm=True))
+        )
+        while not served.engine.running:
+            await asyncio.sleep(0.01)
+        await served.client.release_prefix("x")
+        served.engine.error = InvalidRequest("content", "cannot be computed")
+        served.engine.hold.set()
+        with pytest.raises(ClientError, match="cannot be computed"):
+            await warming
 
 
 async def test_a_long_list_comes_in_pages() -> None:

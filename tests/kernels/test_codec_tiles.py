@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 from numpy.typing import NDArray
+from tests.kernels.codec_forests import PAGE, Nodes, layout_of, leaves_of, levels
 
 from stemserve.kernels.codec_pieces import RECORD, Pieces, divide, piece_tokens, records
 from stemserve.kernels.codec_streams import TileStreams, tile_streams
@@ -13,46 +14,7 @@ from stemserve.kernels.codec_tiles import (
     STEP_TOKENS,
     TILE_ROWS,
 )
-from stemserve.kernels.layout import AttentionLayout, int32
-
-PAGE = 16
-Nodes = list[tuple[int, int]]  # parent, tokens
-
-
-def layout_of(
-    nodes: Nodes, segments: list[tuple[int, int]], rng: np.random.Generator, page: int = PAGE
-) -> AttentionLayout:
-    """`segments`: node and rows of each. Pages are in random order, pages of no node among them."""
-    count = np.array([-(-tokens // page) for _, tokens in nodes], np.int64)
-    indptr = np.concatenate([[0], np.cumsum(count)])
-    return AttentionLayout(
-        page_size=page,
-        node_parent=int32([parent for parent, _ in nodes]),
-        node_page_indptr=int32(indptr),
-        node_pages=int32(rng.permutation(int(indptr[-1]) + 3)[: indptr[-1]]),
-        node_tokens=int32([tokens for _, tokens in nodes]),
-        segment_indptr=int32(np.concatenate([[0], np.cumsum([rows for _, rows in segments])])),
-        segment_node=int32([node for node, _ in segments]),
-        segment_is_item=np.zeros(len(segments), np.bool_),
-    )
-
-
-def leaves_of(nodes: Nodes) -> list[tuple[int, int]]:
-    inner = {parent for parent, _ in nodes}
-    return [(node, 1) for node in range(len(nodes)) if node not in inner]
-
-
-def levels(counts: list[int], tokens: list[int]) -> Nodes:
-    nodes: Nodes = []
-    above: list[int] = []
-    for count, length in zip(counts, tokens, strict=True):
-        row = [
-            (above[child * len(above) // count] if above else -1, length) for child in range(count)
-        ]
-        above = list(range(len(nodes), len(nodes) + count))
-        nodes += row
-    return nodes
-
+from stemserve.kernels.layout import AttentionLayout
 
 FORESTS: dict[str, Nodes] = {
     "one token": [(-1, 1)],
@@ -151,14 +113,14 @@ def check(
 @pytest.mark.parametrize("group", [1, 3, 4, 16])
 @pytest.mark.parametrize("name", FORESTS)
 def test_each_row_sees_its_chain_once(name: str, group: int, bins: int) -> None:
-    layout = layout_of(FORESTS[name], leaves_of(FORESTS[name]), np.random.default_rng(bins))
+    layout = layout_of(FORESTS[name], leaves_of(FORESTS[name]), rng=np.random.default_rng(bins))
     check(layout, group, bins)
 
 
 @pytest.mark.parametrize("page", [8, 32, STEP_TOKENS])
 def test_any_page_size_up_to_a_step_works(page: int) -> None:
     nodes = levels([2, 6, 30], [128, 64, 41])
-    check(layout_of(nodes, leaves_of(nodes), np.random.default_rng(page), page), 4, 9)
+    check(layout_of(nodes, leaves_of(nodes), page, np.random.default_rng(page)), 4, 9)
 
 
 def random_forest(rng: np.random.Generator, size: int) -> Nodes:
@@ -175,7 +137,7 @@ def test_random_forests_in_any_segment_order(seed: int) -> None:
     rng = np.random.default_rng([seed, 7])
     nodes = random_forest(rng, int(rng.integers(1, 60)))
     chosen = rng.integers(-1, len(nodes), int(rng.integers(1, 80)))
-    layout = layout_of(nodes, [(int(node), 1) for node in chosen], rng)
+    layout = layout_of(nodes, [(int(node), 1) for node in chosen], rng=rng)
     check(layout, int(rng.choice([1, 2, 4, 5, 7, 8])), int(rng.integers(1, 40)))
 
 
@@ -186,7 +148,7 @@ def test_segments_of_several_rows_are_causal(seed: int) -> None:
     leaves = [node for node, _ in leaves_of(nodes)]
     nodes = [(p, t + 40 if n in leaves else t // PAGE * PAGE) for n, (p, t) in enumerate(nodes)]
     segments = [(node, int(rng.integers(1, 38))) for node in rng.permutation(leaves).tolist()]
-    check(layout_of(nodes, segments, rng), int(rng.choice([1, 4, 5])), int(rng.integers(1, 40)))
+    check(layout_of(nodes, segments, rng=rng), int(rng.choice([1, 4, 5])), int(rng.integers(1, 40)))
 
 
 @pytest.mark.parametrize("window", [1, 20, 100, 1000])
@@ -197,22 +159,22 @@ def test_a_window_hides_the_first_tokens(seed: int, window: int) -> None:
     leaves = [node for node, _ in leaves_of(nodes)]
     nodes = [(p, t + 20 if n in leaves else t // PAGE * PAGE) for n, (p, t) in enumerate(nodes)]
     segments = [(node, int(rng.integers(1, 20))) for node in rng.permutation(leaves).tolist()]
-    streams, _ = check(layout_of(nodes, segments, rng), 4, int(rng.integers(1, 40)), window)
-    whole, _ = check(layout_of(nodes, segments, rng), 4, 8)
+    streams, _ = check(layout_of(nodes, segments, rng=rng), 4, int(rng.integers(1, 40)), window)
+    whole, _ = check(layout_of(nodes, segments, rng=rng), 4, 8)
     assert len(streams.words) <= len(whole.words)
 
 
 @pytest.mark.parametrize("name", ["binary", "no sharing", "several roots"])
 def test_shares_differ_by_little(name: str) -> None:
     nodes = [(parent, tokens * 8) for parent, tokens in FORESTS[name]]
-    _, pieces = check(layout_of(nodes, leaves_of(nodes), np.random.default_rng(33)), 4, 33)
+    _, pieces = check(layout_of(nodes, leaves_of(nodes), rng=np.random.default_rng(33)), 4, 33)
     load = np.bincount(pieces.bin, pieces.steps + 0.3, 33)
     assert load.max() <= load.mean() * 1.15 + 1.5
 
 
 def test_wide_nodes_are_cut_alike_for_all_their_tiles() -> None:
     nodes = levels([1, 64], [8192, 256])
-    layout = layout_of(nodes, leaves_of(nodes), np.random.default_rng(64))
+    layout = layout_of(nodes, leaves_of(nodes), rng=np.random.default_rng(64))
     streams, pieces = check(layout, 4, 33)
     assert streams.num_wide == 1
     root = pieces.first < streams.region_step[1]

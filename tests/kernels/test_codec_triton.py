@@ -13,68 +13,14 @@ if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # read when triton is first imported
 pytest.importorskip("triton")
 
+from tests.kernels.codec_forests import Nodes, chain_slots, layout_of, leaves_of, random_kv
+
 from stemserve.kernels.attention_state import AttentionState, LayerKV
 from stemserve.kernels.codec_decode import PAGE_SIZES, CodecDecode, DecodeNumbers, DecodePlan
-from stemserve.kernels.host_array import index_tensor
-from stemserve.kernels.layout import AttentionLayout, HeadShape, int32
+from stemserve.kernels.layout import AttentionLayout, HeadShape
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-PAGE = 16
-SPARE_PAGES = 2
 ERROR = {torch.float32: 1e-6, torch.float16: 1e-3, torch.bfloat16: 6e-3}
-Nodes = list[tuple[int, int]]  # parent, tokens
-
-
-def layout_of(
-    nodes: Nodes, segments: list[tuple[int, int]], page: int = PAGE, seed: int = 0
-) -> AttentionLayout:
-    """`segments`: node and rows of each."""
-    count = np.array([-(-tokens // page) for _, tokens in nodes], np.int64)
-    indptr = np.concatenate([[0], np.cumsum(count)])
-    order = np.random.default_rng(seed).permutation(int(indptr[-1]) + SPARE_PAGES)
-    return AttentionLayout(
-        page_size=page,
-        node_parent=int32([parent for parent, _ in nodes]),
-        node_page_indptr=int32(indptr),
-        node_pages=int32(order[: indptr[-1]]),
-        node_tokens=int32([tokens for _, tokens in nodes]),
-        segment_indptr=int32(np.concatenate([[0], np.cumsum([rows for _, rows in segments])])),
-        segment_node=int32([node for node, _ in segments]),
-        segment_is_item=np.zeros(len(segments), np.bool_),
-    )
-
-
-def leaves_of(nodes: Nodes) -> list[tuple[int, int]]:
-    inner = {parent for parent, _ in nodes}
-    return [(node, 1) for node in range(len(nodes)) if node not in inner]
-
-
-def random_kv(layout: AttentionLayout, shape: HeadShape, dtype: torch.dtype) -> LayerKV:
-    """Fresh pages; every slot that no node fills holds NaN."""
-    pages = len(layout.node_pages) + SPARE_PAGES
-    size = (pages, layout.page_size, shape.kv_heads, shape.head_dim)
-    filled = torch.zeros(size[:2], dtype=torch.bool)
-    for node in range(layout.num_nodes):
-        tokens = np.arange(int(layout.node_tokens[node]))
-        filled[layout.pages(node)[tokens // layout.page_size], tokens % layout.page_size] = True
-
-    def poisoned() -> torch.Tensor:
-        stored = torch.randn(size).to(dtype).float()
-        stored[~filled] = torch.nan
-        return stored.to(dtype).to(DEVICE)
-
-    rows = torch.empty((0, shape.kv_heads, shape.head_dim), dtype=dtype, device=DEVICE)
-    return LayerKV(poisoned(), poisoned(), rows, rows)
-
-
-def chain_slots(layout: AttentionLayout, segment: int) -> torch.Tensor:
-    slots = [
-        layout.pages(node)[tokens // layout.page_size].astype(np.int64) * layout.page_size
-        + tokens % layout.page_size
-        for node in layout.chain(int(layout.segment_node[segment]))
-        for tokens in [np.arange(int(layout.node_tokens[node]))]
-    ]
-    return index_tensor(np.concatenate([np.empty(0, np.int64), *slots]), DEVICE)
 
 
 def expected(
@@ -89,7 +35,7 @@ def expected(
     outs: list[torch.Tensor] = []
     lses: list[torch.Tensor] = []
     for segment in range(layout.num_segments):
-        slots = chain_slots(layout, segment)
+        slots = chain_slots(layout, segment, DEVICE)
         keys = kv.k_pages.flatten(0, 1)[slots].double().transpose(0, 1)
         values = kv.v_pages.flatten(0, 1)[slots].double().transpose(0, 1)
         begin, end = (int(i) for i in layout.segment_indptr[segment : segment + 2])
@@ -140,7 +86,7 @@ def check(
     shape = HeadShape(query_heads=query_heads, kv_heads=kv_heads, head_dim=dim, scale=dim**-0.5)
     decode = CodecDecode(shape, DEVICE, DecodeNumbers(dtype=dtype), bins)
     assert decode.refusal(layout) is None
-    kv = random_kv(layout, shape, dtype)
+    kv = random_kv(layout, shape, dtype, DEVICE)
     # A row of q is part of a row of the fused projection.
     fused = torch.randn((layout.num_rows, query_heads + 2 * kv_heads, dim)).to(dtype).to(DEVICE)
     q = fused[:, :query_heads]
@@ -200,7 +146,7 @@ def test_siblings_do_not_see_each_other() -> None:
     nodes: Nodes = [(-1, 1), (0, 1), (1, 1), (1, 1), (2, 1), (3, 1)]
     layout = layout_of(nodes, [(node, 1) for node in range(6)])
     shape = HeadShape(query_heads=1, kv_heads=1, head_dim=16, scale=1.0)
-    kv = random_kv(layout, shape, torch.float32)
+    kv = random_kv(layout, shape, torch.float32, DEVICE)
     for node, value in enumerate([0.0, 1.0, 4.0, 9.0, 16.0, 25.0]):
         kv.v_pages[layout.pages(node), 0] = value
     decode = CodecDecode(shape, DEVICE, DecodeNumbers(dtype=torch.float32), 2)
@@ -228,7 +174,7 @@ def test_a_soft_cap_bounds_the_scores() -> None:
     nodes: Nodes = [(-1, 80), (0, 20), (0, 5)]
     layout = layout_of(nodes, leaves_of(nodes))
     shape = HeadShape(query_heads=4, kv_heads=2, head_dim=64, scale=0.5)
-    kv = random_kv(layout, shape, torch.float32)
+    kv = random_kv(layout, shape, torch.float32, DEVICE)
     q = torch.randn((2, 4, 64), device=DEVICE)
     decode = CodecDecode(shape, DEVICE, DecodeNumbers(dtype=torch.float32, soft_cap=3.0), 3)
     state = run_poisoned(decode, decode.plan(layout), q, kv)
@@ -240,7 +186,7 @@ def test_a_window_hides_the_first_tokens(window: int) -> None:
     nodes: Nodes = [(-1, 80), (0, 20), (0, 5), (0, 48), (3, 37)]
     layout = layout_of(nodes, [(1, 1), (4, 6), (2, 1)])
     shape = HeadShape(query_heads=4, kv_heads=2, head_dim=64, scale=0.125)
-    kv = random_kv(layout, shape, torch.float32)
+    kv = random_kv(layout, shape, torch.float32, DEVICE)
     q = torch.randn((8, 4, 64), device=DEVICE)
     decode = CodecDecode(shape, DEVICE, DecodeNumbers(dtype=torch.float32, window=window), 3)
     state = run_poisoned(decode, decode.plan(layout), q, kv)
@@ -251,7 +197,7 @@ def test_scaled_fp8_pages() -> None:
     nodes: Nodes = [(-1, 80), (0, 20), (0, 5)]
     layout = layout_of(nodes, leaves_of(nodes))
     shape = HeadShape(query_heads=4, kv_heads=2, head_dim=64, scale=0.125)
-    kv = random_kv(layout, shape, torch.float8_e4m3fn)
+    kv = random_kv(layout, shape, torch.float8_e4m3fn, DEVICE)
     q = torch.randn((2, 4, 64)).half().to(DEVICE)
     numbers = DecodeNumbers(dtype=torch.float16, k_scale=0.5, v_scale=0.25)
     decode = CodecDecode(shape, DEVICE, numbers, 3)
@@ -267,7 +213,7 @@ def test_a_plan_follows_leaves_that_grow_in_their_last_page() -> None:
     plan = decode.plan(layout_of(first, leaves_of(first)))
     for longer in ([(-1, 96), (0, 21), (0, 2), (-1, 34)], [(-1, 96), (0, 32), (0, 16), (-1, 40)]):
         layout = layout_of(longer, leaves_of(longer))
-        kv = random_kv(layout, shape, torch.float16)
+        kv = random_kv(layout, shape, torch.float16, DEVICE)
         q = torch.randn((3, 4, 64)).half().to(DEVICE)
         assert decode.grow(plan, layout)
         state = run_poisoned(decode, plan, q, kv)
@@ -282,7 +228,7 @@ def test_another_layout_takes_over_a_plan() -> None:
     plan = decode.plan(layout_of([(-1, 160), (0, 60), (0, 50)], [(1, 1), (2, 1)]))
     layout = layout_of([(-1, 64), (0, 3), (-1, 100)], [(2, 1), (1, 1)])
     assert decode.replan(plan, layout)
-    kv = random_kv(layout, shape, torch.float16)
+    kv = random_kv(layout, shape, torch.float16, DEVICE)
     q = torch.randn((2, 4, 64)).half().to(DEVICE)
     state = run_poisoned(decode, plan, q, kv)
     assert_close(state, expected(layout, q, kv, shape), 1e-3)
@@ -319,7 +265,7 @@ def test_random_forests(dtype: torch.dtype, seed: int) -> None:
         parent = int(rng.integers(-1, node)) if node else -1
         nodes.append((parent, int(rng.choice([0, 1, 16, 17, 100, 700]))))
     segments = [(int(node), 1) for node in rng.integers(-1, len(nodes), int(rng.integers(1, 300)))]
-    check(layout_of(nodes, segments, seed=seed), (28, 4, 128), dtype, 0)
+    check(layout_of(nodes, segments, rng=rng), (28, 4, 128), dtype, 0)
 
 
 @pytest.mark.gpu
@@ -329,7 +275,7 @@ def test_runs_are_identical_and_a_captured_graph_follows_its_plan() -> None:
     decode = CodecDecode(shape, DEVICE, DecodeNumbers(dtype=torch.float16))
     nodes: Nodes = [(-1, 4096), *[(0, 100)] * 40]
     layout = layout_of(nodes, leaves_of(nodes))
-    kv = random_kv(layout, shape, torch.float16)
+    kv = random_kv(layout, shape, torch.float16, DEVICE)
     q = torch.randn((40, 32, 128)).half().to(DEVICE)
     plan = decode.plan(layout)
     first = run_poisoned(decode, plan, q, kv)
@@ -340,7 +286,7 @@ def test_runs_are_identical_and_a_captured_graph_follows_its_plan() -> None:
     assert torch.equal(state.out, first.out) and torch.equal(state.lse, first.lse)
     other = layout_of([(-1, 4000), *[(0, 70 + leaf) for leaf in range(40)]], leaves_of(nodes))
     assert decode.replan(plan, other)
-    kv_other = random_kv(other, shape, torch.float16)
+    kv_other = random_kv(other, shape, torch.float16, DEVICE)
     assert len(kv_other.k_pages) <= len(kv.k_pages)
     kv.k_pages[: len(kv_other.k_pages)].copy_(kv_other.k_pages)
     kv.v_pages[: len(kv_other.v_pages)].copy_(kv_other.v_pages)

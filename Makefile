@@ -48,7 +48,7 @@ check: $(STAMP) proto-check
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	$(BIN)/pyright
+	$(BIN)/pyright --pythonpath $(BIN)/python
 
 # Generated with 1.78.0: newer generators stamp a protobuf version that a 6.x runtime refuses.
 $(PROTO_VENV)/.installed:

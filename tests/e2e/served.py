@@ -12,10 +12,10 @@ from stemserve.proto.v1 import inference_pb2
 from stemserve.service.client import Client
 
 
-async def check_health(port: int) -> int:
+async def check_health(port: int, service: str = "") -> int:
     async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
         stub: Any = HealthStub(channel)
-        return int((await stub.Check(HealthCheckRequest(), timeout=30.0)).status)
+        return int((await stub.Check(HealthCheckRequest(service=service), timeout=30.0)).status)
 
 
 def children(pid: int) -> list[int]:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.e2e.served import children
 from typer.testing import CliRunner
 
 from stemserve.proto.v1 import inference_pb2, info_pb2, prefixes_pb2
@@ -257,8 +258,3 @@ def test_a_killed_server_leaves_no_worker(
     while Path(f"/proc/{worker}").exists() and time.monotonic() < deadline:
         time.sleep(0.05)
     assert not Path(f"/proc/{worker}").exists()
-
-
-def children(pid: int) -> list[int]:
-    tasks = Path(f"/proc/{pid}/task").iterdir()
-    return [int(child) for task in tasks for child in (task / "children").read_text().split()]

@@ -16,10 +16,9 @@ from typing import Any
 import grpc
 import pytest
 from google.protobuf import descriptor_pb2
-from grpc_health.v1.health_pb2 import HealthCheckRequest, HealthCheckResponse
-from grpc_health.v1.health_pb2_grpc import HealthStub
+from grpc_health.v1.health_pb2 import HealthCheckResponse
 from grpc_reflection.v1alpha import reflection_pb2
-from tests.e2e.served import until_running
+from tests.e2e.served import check_health, until_running
 
 from stemserve.proto.v1 import inference_pb2
 from stemserve.service.client import Client
@@ -35,13 +34,6 @@ def client_of(ports: dict[str, int], timeout_s: float = 60.0) -> Client:
     return Client(f"127.0.0.1:{ports['rpc']}", timeout_s=timeout_s)
 
 
-async def check(port: int, service: str = "") -> int:
-    async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
-        stub: Any = HealthStub(channel)
-        answer = await stub.Check(HealthCheckRequest(service=service), timeout=30.0)
-        return int(answer.status)
-
-
 def long_generation(tokens: int) -> inference_pb2.GenerateRequest:
     return inference_pb2.GenerateRequest(
         prompt=inference_pb2.Context(text="once"), max_new_tokens=tokens, ignore_eos=True, n=2
@@ -50,7 +42,7 @@ def long_generation(tokens: int) -> inference_pb2.GenerateRequest:
 
 async def until_draining(port: int) -> None:
     async with asyncio.timeout(30):
-        while await check(port) != HealthCheckResponse.NOT_SERVING:
+        while await check_health(port) != HealthCheckResponse.NOT_SERVING:
             await asyncio.sleep(0.01)
 
 
@@ -77,9 +69,9 @@ async def test_every_name_is_healthy_on_both_ports(serve_fake: StartServer) -> N
     _, ports = serve_fake()
     for port in (ports["rpc"], ports["health"]):
         for name in (*NAMES, "liveness"):
-            assert await check(port, name) == HealthCheckResponse.SERVING
+            assert await check_health(port, name) == HealthCheckResponse.SERVING
         with pytest.raises(grpc.aio.AioRpcError) as failure:
-            await check(port, "nope")
+            await check_health(port, "nope")
         assert failure.value.code() == grpc.StatusCode.NOT_FOUND
 
 
@@ -126,7 +118,7 @@ async def test_sigterm_lets_running_streams_end_and_refuses_new_calls(
         await until_running(client, 4)
         server.send_signal(signal.SIGTERM)
         await until_draining(ports["health"])
-        assert await check(ports["rpc"], NAMES[1]) == HealthCheckResponse.NOT_SERVING
+        assert await check_health(ports["rpc"], NAMES[1]) == HealthCheckResponse.NOT_SERVING
         with pytest.raises(ClientError, match="UNAVAILABLE: the server is shutting down"):
             await client.score(["a"], LIKELIHOOD, query="q")
         assert await asyncio.gather(*streams) == [80] * 4
@@ -220,7 +212,7 @@ def test_a_server_is_not_serving_while_the_model_loads(
         deadline = time.monotonic() + 60
         while HealthCheckResponse.SERVING not in heard and time.monotonic() < deadline:
             try:
-                heard.add(asyncio.run(check(port)))
+                heard.add(asyncio.run(check_health(port)))
             except grpc.aio.AioRpcError:
                 time.sleep(0.05)  # the port is not open yet
         server.terminate()
@@ -240,7 +232,7 @@ def test_sigterm_while_the_model_loads_ends_the_server(
         deadline = time.monotonic() + 60
         while time.monotonic() < deadline:
             try:
-                asyncio.run(check(port))
+                asyncio.run(check_health(port))
                 break
             except grpc.aio.AioRpcError:
                 time.sleep(0.05)

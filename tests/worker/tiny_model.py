@@ -14,6 +14,7 @@ from stemserve.kernels.strategy import Kernel
 from stemserve.worker.dispatch import Dispatcher
 from stemserve.worker.kv_pool import KvPool, KvShape
 from stemserve.worker.models.loader import load_model
+from stemserve.worker.models.model_config import ModelConfig
 from stemserve.worker.runner import ModelRunner
 from stemserve.worker.sampler import Sampler
 from stemserve.worker.scorer import Scorer
@@ -63,6 +64,30 @@ def save_tiny_model(folder: Path, seed: int) -> LlamaForCausalLM:
     return model
 
 
+def kv_shape(config: ModelConfig, page_size: int) -> KvShape:
+    return KvShape(
+        layers=config.num_layers,
+        pages=128,
+        page_size=page_size,
+        kv_heads=config.kv_heads,
+        head_dim=config.head_dim,
+        dtype=torch.float32,
+    )
+
+
+def step_limits(page_size: int) -> StepLimits:
+    return StepLimits(
+        vocab_size=VOCAB,
+        context_tokens=256,
+        page_size=page_size,
+        kv_pages=128,
+        sampler_slots=8,
+        max_step_tokens=256,
+        has_lm_head=True,
+        classes=0,
+    )
+
+
 def make_runner(
     folder: Path,
     *,
@@ -73,27 +98,8 @@ def make_runner(
 ) -> TinyRunner:
     model = load_model(folder, dtype=torch.float32, device=device)
     config = model.config
-    pool = KvPool(
-        KvShape(
-            layers=config.num_layers,
-            pages=128,
-            page_size=page_size,
-            kv_heads=config.kv_heads,
-            head_dim=config.head_dim,
-            dtype=torch.float32,
-        ),
-        device,
-    )
-    limits = StepLimits(
-        vocab_size=VOCAB,
-        context_tokens=256,
-        page_size=page_size,
-        kv_pages=128,
-        sampler_slots=8,
-        max_step_tokens=256,
-        has_lm_head=True,
-        classes=0,
-    )
+    pool = KvPool(kv_shape(config, page_size), device)
+    limits = step_limits(page_size)
     sampler = Sampler(8, device)
     available = strategies(config.heads, device=device, dtype=torch.float32, costs=costs)
     runner = ModelRunner(

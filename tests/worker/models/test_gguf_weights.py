@@ -48,17 +48,8 @@ def gguf_name(name: str) -> str:
     return name
 
 
-def write_gguf(
-    path: Path,
-    reference: Any,
-    kind: GGMLQuantizationType = GGMLQuantizationType.F32,
-    metadata: Changes | None = None,
-    extra: Mapping[str, Array] | None = None,
-) -> None:
-    """Write a transformers model, and leave in it what the quantised weights stand for."""
-    config = reference.config
-    writer = gguf.GGUFWriter(path, "llama")
-    values: dict[str, object] = {
+def metadata_of(config: Any) -> dict[str, object]:
+    return {
         "llama.context_length": config.max_position_embeddings,
         "llama.embedding_length": config.hidden_size,
         "llama.block_count": config.num_hidden_layers,
@@ -73,7 +64,19 @@ def write_gguf(
         "tokenizer.ggml.eos_token_id": 2,
         "tokenizer.ggml.eot_token_id": 7,
     }
-    for key, value in {**values, **(metadata or {})}.items():
+
+
+def write_gguf(
+    path: Path,
+    reference: Any,
+    kind: GGMLQuantizationType = GGMLQuantizationType.F32,
+    metadata: Changes | None = None,
+    extra: Mapping[str, Array] | None = None,
+) -> None:
+    """Write a transformers model, and leave in it what the quantised weights stand for."""
+    config = reference.config
+    writer = gguf.GGUFWriter(path, "llama")
+    for key, value in {**metadata_of(config), **(metadata or {})}.items():
         if value is not None:
             writer.add_key_value(key, value, *value_types(value))
     for name, parameter in reference.named_parameters():

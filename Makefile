@@ -59,7 +59,7 @@ $(PROTO_VENV)/.installed:
 proto: $(PROTO_VENV)/.installed
 	PATH="$(abspath $(PROTO_VENV))/bin:$$PATH" $(PROTO_VENV)/bin/python -m grpc_tools.protoc -Isrc \
 		-I"$$($(PROTO_VENV)/bin/python -c 'import google.rpc; print(list(google.rpc.__path__)[0] + "/../..")')" \
-		--python_out=src --grpc_python_out=src --mypy_out=src --mypy_grpc_out=src \
+		--python_out=src --grpc_python_out=src --mypy_out=quiet:src --mypy_grpc_out=quiet:src \
 		--include_imports --descriptor_set_out=$(PROTO_VENV)/image.binpb \
 		$(addprefix src/stemserve/,$(PROTOS))
 

@@ -17,7 +17,7 @@ import numpy as np
 
 from stemserve.proto.v1 import inference_pb2, worker_pb2, worker_pb2_grpc
 
-MAX_MESSAGE_BYTES = 64 << 20
+UNLIMITED = -1
 
 
 def count(blob: bytes) -> int:
@@ -173,8 +173,8 @@ def main() -> None:
     server = grpc.server(
         ThreadPoolExecutor(max_workers=8),
         options=[
-            ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
-            ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+            ("grpc.max_send_message_length", UNLIMITED),
+            ("grpc.max_receive_message_length", UNLIMITED),
         ],
     )
     worker_pb2_grpc.add_WorkerServicer_to_server(FakeWorker(options), server)

@@ -27,10 +27,10 @@ RPC_THREADS = 8  # one is held by the Run stream
 STOP_GRACE_S = 5.0
 PROGRESS_EVERY_S = 2.0
 LOOPBACK = ("localhost", "127.0.0.1", "[::1]")
-MAX_MESSAGE_BYTES = 256 << 20
+UNLIMITED = -1  # the service bounds its plans
 OPTIONS = (
-    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
-    ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.max_receive_message_length", UNLIMITED),
+    ("grpc.max_send_message_length", UNLIMITED),
     ("grpc.so_reuseport", 0),  # a port in use is an error, not a second server on it
 )
 

@@ -9,6 +9,9 @@ from stemserve.service.batching.job_progress import JobProgress
 from stemserve.service.batching.job_table import JobTable
 from stemserve.service.batching.step_builder import StepBuilder
 
+# Biases and bans of a step; those of the last job in it may come on top.
+MAX_SAMPLER_BYTES = 16 << 20
+
 
 class StepPlanner:
     def __init__(self, jobs: JobTable, limits: BatcherLimits) -> None:
@@ -46,6 +49,8 @@ class StepPlanner:
         return merge(running, waiting, key=lambda pair: pair[0].order)
 
     def _plan_job(self, job: JobProgress, step: StepBuilder) -> None:
+        if isinstance(job, GenerateProgress) and step.readouts.sampler_bytes > MAX_SAMPLER_BYTES:
+            return
         share = step.begin(job.arrival)
         room = step.room
         job.plan(step)

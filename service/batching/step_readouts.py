@@ -12,6 +12,7 @@ class StepReadouts:
         self.num_gathers = 0
         self.num_gather_ids = 0
         self.num_classified = 0
+        self.sampler_bytes = 0
         self._gather_rows: list[Int32] = []
         self._gather_lengths: list[Int32] = []
         self._gather_ids: list[Int32] = []
@@ -38,6 +39,7 @@ class StepReadouts:
 
     def add_sampler(self, sampler: worker_pb2.Sampler) -> None:
         self._samplers.append(sampler)
+        self.sampler_bytes += sampler.ByteSize()
 
     @property
     def gather_rows(self) -> Int32:

@@ -10,11 +10,11 @@ import grpc
 from stemserve.proto.v1 import worker_pb2, worker_pb2_grpc
 from stemserve.service.request import WorkerFacts
 
-MAX_MESSAGE_BYTES = 64 << 20
+UNLIMITED = -1  # a plan is as large as the biases and bans of a call; batching bounds it
 _POLL_S = 0.1
 _OPTIONS = (
-    ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
-    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.max_send_message_length", UNLIMITED),
+    ("grpc.max_receive_message_length", UNLIMITED),
     # A worker that is still loading refuses connections: look again soon.
     ("grpc.initial_reconnect_backoff_ms", 100),
     ("grpc.min_reconnect_backoff_ms", 100),

@@ -137,3 +137,22 @@ def test_500_cancelled_generations_leave_nothing_behind() -> None:
         pass
     assert all(not answer.finish for answer in rig.answers.values())
     rig.batcher.check_idle()
+
+
+def test_samplers_of_many_calls_with_large_biases_go_out_over_several_steps() -> None:
+    rig = make_rig(budget=64)
+    ids = np.zeros(1 << 20, np.int32)  # 8 MiB with their values
+    for number in range(5):
+        job = generate_job(f"g{number}", random_tokens(number, 4), samples=2)
+        specs = [
+            replace(spec, bias_ids=ids, bias_values=np.zeros(len(ids), np.float32))
+            for spec in job.samplers
+        ]
+        rig.submit(replace(job, samplers=tuple(specs)))
+    rig.submit(label_job("s", [random_tokens(9, 5)], [[1]], [0]))
+    while rig.turn():
+        pass
+    sent = [len(plan.samplers) for plan in rig.plans]
+    assert sum(sent) == 10
+    assert max(sent) == 2
+    rig.batcher.check_idle()

@@ -58,6 +58,22 @@ def test_results_come_in_order_of_the_plans(fake_worker: StartWorker) -> None:
     assert losses == []
 
 
+def test_a_plan_with_the_biases_of_many_samples_reaches_the_worker(
+    fake_worker: StartWorker,
+) -> None:
+    client = WorkerClient(fake_worker())
+    client.describe(timeout_s=60.0, give_up=never)
+    results: queue.SimpleQueue[worker_pb2.StepResult] = queue.SimpleQueue()
+    losses: queue.SimpleQueue[str] = queue.SimpleQueue()
+    client.open(on_result=results.put, on_lost=losses.put)
+    plan = plan_of(1)
+    plan.samplers.add(bias_values=bytes(100 << 20))
+    client.send(plan)
+    assert results.get(timeout=30.0).step_id == 1
+    client.close()
+    assert losses.empty()
+
+
 def test_a_killed_worker_is_reported_once(fake_worker: StartWorker) -> None:
     client = WorkerClient(fake_worker("--die-at-step", 2))
     client.describe(timeout_s=60.0, give_up=never)

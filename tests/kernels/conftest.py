@@ -4,8 +4,11 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from tests.triton_interpreter import interpret_without_gpu
 
 from stemserve.kernels.cost_model import CostTable, shipped_cost_table
+
+interpret_without_gpu()
 
 
 @pytest.fixture(scope="session", autouse=True)

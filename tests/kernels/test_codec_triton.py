@@ -3,14 +3,10 @@
 Without a GPU the same tests run in Triton's interpreter, at small sizes.
 """
 
-import os
-
 import numpy as np
 import pytest
 import torch
 
-if not torch.cuda.is_available():
-    os.environ["TRITON_INTERPRET"] = "1"  # read when triton is first imported
 pytest.importorskip("triton")
 
 from tests.kernels.codec_forests import Nodes, chain_slots, layout_of, leaves_of, random_kv

@@ -1,3 +1,5 @@
+"""GGUF blocks to float32, against the gguf package."""
+
 import gguf
 import numpy as np
 import pytest

@@ -1,3 +1,5 @@
+"""GGUF files written from transformers models, and damaged ones."""
+
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any

@@ -1,3 +1,5 @@
+"""config.json of each family, old and new forms, and what is refused."""
+
 import json
 import logging
 from collections.abc import Callable

@@ -1,3 +1,5 @@
+"""Packed products on a CPU, against plain ones."""
+
 import pytest
 import torch
 import torch.nn.functional as F

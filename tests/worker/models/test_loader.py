@@ -1,3 +1,5 @@
+"""Models from a path: dummy weights, saved models, and what is no model."""
+
 from pathlib import Path
 from typing import Any
 

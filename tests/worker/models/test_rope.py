@@ -1,3 +1,5 @@
+"""Rotary frequencies and rotation, against transformers."""
+
 from importlib import import_module
 from typing import Any
 

@@ -1,3 +1,5 @@
+"""The forward of each family, against transformers."""
+
 from pathlib import Path
 from typing import Any
 

@@ -1,3 +1,5 @@
+"""Checkpoints in safetensors: what fills a model, and what is refused."""
+
 from importlib import import_module
 from pathlib import Path
 from typing import Any

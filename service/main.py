@@ -42,6 +42,7 @@ from stemserve.service.workers.worker_supervisor import (
 )
 
 TOKENIZER_THREADS = 2
+LONG_TEXT_THREADS = 1
 SWITCH_INTERVAL_S = 0.001
 _DRAIN_POLL_S = 0.02
 
@@ -123,6 +124,7 @@ async def serve(
             core.engine,
             tokenizer=tokenizer,
             executor=stack.enter_context(ThreadPoolExecutor(TOKENIZER_THREADS, "tokenizer")),
+            long_executor=stack.enter_context(ThreadPoolExecutor(LONG_TEXT_THREADS, "long-text")),
             limits=config.limits,
             metrics=core.metrics,
         )

@@ -59,12 +59,13 @@ class Services:
         *,
         tokenizer: Tokenizer,
         executor: ThreadPoolExecutor,
+        long_executor: ThreadPoolExecutor,
         limits: Limits,
         metrics: Metrics,
     ) -> None:
         facts = engine.facts
         registry = PrefixRegistry(RegistryBounds(), clock=time.monotonic)
-        pool = TokenizerPool(tokenizer, executor)
+        pool = TokenizerPool(tokenizer, executor, long_executor=long_executor)
         contexts = ContextEncoder(pool, registry, vocab_size=facts.vocab_size)
         score = ScoreRunner(ScoreEncoder(contexts, pool, limits, facts), engine, metrics)
         generate = GenerateRunner(

@@ -1,11 +1,12 @@
 """Text to token ids and back."""
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain
+from typing import TypeVar
 
 import numpy as np
 import tokenizers
@@ -13,6 +14,9 @@ import tokenizers
 from stemserve.service.calls.packed_tokens import PackedTokens, offsets
 from stemserve.service.errors import InvalidRequest
 from stemserve.service.request import Int32
+
+LONG_CHARACTERS = 1 << 16  # tens of milliseconds
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,17 +83,24 @@ class Tokenizer:
 
 
 class TokenizerPool:
-    """Encodes in a few threads, so that the event loop never waits for a long text."""
+    """Encodes in a few threads, so that the event loop never waits for a long text. Long texts have
+    threads of their own, so that short ones never wait for them either."""
 
-    def __init__(self, tokenizer: Tokenizer, executor: ThreadPoolExecutor) -> None:
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        executor: ThreadPoolExecutor,
+        *,
+        long_executor: ThreadPoolExecutor,
+    ) -> None:
         self.tokenizer = tokenizer
         self._executor = executor
+        self._long_executor = long_executor
 
     async def encode_front(self, texts: Sequence[str]) -> tuple[Int32, ...]:
         if not texts:
             return ()
-        loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(self._executor, self.tokenizer.encode_front, texts)
+        return await self._run(self.tokenizer.encode_front, texts)
 
     async def encode_continuations(self, texts: Sequence[str]) -> PackedTokens:
         if not any(texts):
@@ -97,6 +108,9 @@ class TokenizerPool:
             return PackedTokens(
                 tokens=np.zeros(0, dtype=np.int32), indptr=np.zeros(count, dtype=np.int32)
             )
-        loop = asyncio.get_running_loop()
-        encode = self.tokenizer.encode_continuations
-        return await loop.run_in_executor(self._executor, encode, texts)
+        return await self._run(self.tokenizer.encode_continuations, texts)
+
+    async def _run(self, encode: Callable[[Sequence[str]], T], texts: Sequence[str]) -> T:
+        is_long = sum(map(len, texts)) > LONG_CHARACTERS
+        executor = self._long_executor if is_long else self._executor
+        return await asyncio.get_running_loop().run_in_executor(executor, encode, texts)

@@ -214,7 +214,7 @@ class EngineRig:
         self.batcher = Batcher(facts, bounds, clock=time.monotonic)
         self.engine = InProcessEngine(worker, self.batcher, metrics)
         self._executor = ThreadPoolExecutor(1)
-        pool = TokenizerPool(tokenizer, self._executor)
+        pool = TokenizerPool(tokenizer, self._executor, long_executor=self._executor)
         prefixes = PrefixRegistry(RegistryBounds(), clock=time.monotonic)
         contexts = ContextEncoder(pool, prefixes, vocab_size=facts.vocab_size)
         self._score = ScoreRunner(ScoreEncoder(contexts, pool, limits, facts), self.engine, metrics)

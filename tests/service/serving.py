@@ -84,6 +84,7 @@ async def serving(
             engine,
             tokenizer=tokenizer or byte_tokenizer(),
             executor=executor,
+            long_executor=executor,
             limits=limits,
             metrics=metrics,
         ).add_to(server)

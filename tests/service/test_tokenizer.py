@@ -1,7 +1,9 @@
 """Tokenizers of folders and of the default model's file, against the libraries they come from."""
 
+import asyncio
 import json
 import random
+import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -12,7 +14,7 @@ from tokenizers import Tokenizer as Encoder
 from tokenizers import decoders, models, normalizers, processors
 
 from stemserve.service.text.gguf_metadata import read_gguf_metadata
-from stemserve.service.text.tokenizer import Tokenizer, TokenizerPool
+from stemserve.service.text.tokenizer import LONG_CHARACTERS, Tokenizer, TokenizerPool
 from stemserve.service.text.tokenizer_files import load_tokenizer, no_tokenizer
 
 TEXTS = [
@@ -183,10 +185,27 @@ def test_a_model_without_a_tokenizer_still_has_its_end_tokens(tmp_path: Path) ->
 async def test_the_pool_encodes_as_the_tokenizer_does() -> None:
     tokenizer = byte_tokenizer(adds_bos=True)
     with ThreadPoolExecutor(2) as executor:
-        pool = TokenizerPool(tokenizer, executor)
+        pool = TokenizerPool(tokenizer, executor, long_executor=executor)
         packed = await pool.encode_continuations(["ab", "", "c"])
         assert packed.lengths.tolist() == [2, 0, 1]
         assert (await pool.encode_continuations(["", ""])).lengths.tolist() == [0, 0]
         (front,) = await pool.encode_front(["ab"])
         assert front.tolist() == tokenizer.encode_front(["ab"])[0].tolist()
         assert await pool.encode_front([]) == ()
+
+
+async def test_short_texts_do_not_wait_for_long_ones() -> None:
+    held = threading.Event()
+    with ThreadPoolExecutor(1) as executor, ThreadPoolExecutor(1) as long_executor:
+        pool = TokenizerPool(byte_tokenizer(), executor, long_executor=long_executor)
+        long_executor.submit(held.wait)
+        long = asyncio.create_task(pool.encode_continuations(["a" * (LONG_CHARACTERS + 1)]))
+        await asyncio.sleep(0)
+        try:
+            assert (await pool.encode_continuations(["a" * LONG_CHARACTERS])).lengths.tolist() == [
+                LONG_CHARACTERS
+            ]
+            assert not long.done()
+        finally:
+            held.set()
+        assert (await long).lengths.tolist() == [LONG_CHARACTERS + 1]

@@ -49,7 +49,7 @@ class CostTable:
         if self.format_version != FORMAT_VERSION:
             raise CostTableError(
                 f"cost table has format {self.format_version}, this version reads {FORMAT_VERSION};"
-                " run stemserve calibrate"
+                " run python -m stemserve.worker calibrate"
             )
         if self.query_heads < 1 or self.kv_heads < 1 or self.head_dim < 1:
             raise CostTableError("heads and head_dim of a cost table must be at least 1")

@@ -2,7 +2,7 @@
 
 import asyncio
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import aclosing
 
 import grpc
@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from tests.service.bigram_engine import THREE_TOKENS, BigramEngine, random_bigrams
 from tests.service.serving import Served, fixed_tokens, serving
+from tests.service.waiting import until
 
 from stemserve.proto.v1 import inference_pb2
 from stemserve.service.calls.generation import child_seed
@@ -268,12 +269,6 @@ async def test_an_absent_temperature_is_one_and_zero_is_zero() -> None:
             job.samplers[0].temperature for job in engine.jobs if isinstance(job, GenerateJob)
         ]
         assert temperatures == [1.0, 0.0]
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(10):
-        while not condition():
-            await asyncio.sleep(0.005)
 
 
 @pytest.mark.parametrize("chunks", [0, 1, 3])

@@ -1,13 +1,13 @@
 """Score through a real socket."""
 
 import asyncio
-from collections.abc import Callable
 
 import grpc
 import numpy as np
 import pytest
 from tests.service.bigram_engine import BigramEngine, random_bigrams
 from tests.service.serving import BYTE_VOCABULARY, byte_tokenizer, serving
+from tests.service.waiting import until
 
 from stemserve.proto.v1 import inference_pb2, prefixes_pb2
 from stemserve.service.client import token_blob
@@ -249,9 +249,3 @@ async def test_a_deadline_that_passes_ends_the_call_and_its_job() -> None:
         await until(lambda: served.engine.running == 0)
         (job,) = served.engine.jobs
         assert job.deadline is not None
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(10):
-        while not condition():
-            await asyncio.sleep(0.005)

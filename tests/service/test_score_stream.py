@@ -2,13 +2,14 @@
 
 import asyncio
 import math
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Sequence
 
 import grpc
 import numpy as np
 import pytest
 from tests.service.bigram_engine import BigramEngine
 from tests.service.serving import serving
+from tests.service.waiting import until
 
 from stemserve.proto.v1 import inference_pb2
 from stemserve.service.client import token_blob
@@ -78,9 +79,3 @@ async def test_leaving_a_stream_cancels_its_calls() -> None:
         await until(lambda: served.engine.running == 3)
         first.cancel()
         await until(lambda: served.engine.running == 0)
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(10):
-        while not condition():
-            await asyncio.sleep(0.005)

@@ -29,9 +29,13 @@ class Lifetime:
         lifetime = cls(parent_fd)
         signals = (signal.SIGTERM, signal.SIGINT)
         before = {number: signal.signal(number, lifetime._on_signal) for number in signals}
+        # A signal just before `select` would not end it: the handler runs only after it.
+        os.set_blocking(lifetime._wake_write, False)
+        wakeup_before = signal.set_wakeup_fd(lifetime._wake_write)
         try:
             yield lifetime
         finally:
+            signal.set_wakeup_fd(wakeup_before)
             for number, handler in before.items():
                 signal.signal(number, handler)
             os.close(lifetime._wake_read)

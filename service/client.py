@@ -17,9 +17,9 @@ from stemserve.proto.v1 import (
     prefixes_pb2_grpc,
 )
 from stemserve.service import client_decoding as decoding
-from stemserve.service.calls.packed_tokens import pack
 from stemserve.service.client_errors import ClientError, client_error, status_error
 from stemserve.service.client_results import GenerateStep, Prefix, Scores
+from stemserve.service.packed_tokens import pack
 from stemserve.service.request import Int32
 
 Mode = inference_pb2.LabelProbabilities | inference_pb2.LogLikelihood | inference_pb2.Classification

@@ -6,7 +6,7 @@ from types import MappingProxyType
 import grpc
 from google.rpc import error_details_pb2, status_pb2
 
-from stemserve.service.calls.status import DETAILS_KEY
+from stemserve.service.serving.status import DETAILS_KEY
 
 NO_VIOLATIONS: Mapping[str, str] = MappingProxyType({})
 

@@ -13,10 +13,10 @@ from stemserve.service.calls.generate_runner import GenerateRunner
 from stemserve.service.calls.prefix_registry import ANYONE
 from stemserve.service.calls.score_runner import ScoreRunner
 from stemserve.service.calls.score_stream import Requests, ScoreStreamCalls
-from stemserve.service.calls.status import status_code
 from stemserve.service.errors import RequestError
 from stemserve.service.metrics import Metrics
 from stemserve.service.serving.call_status import Context, remaining_deadline
+from stemserve.service.serving.status import status_code
 
 
 class InferenceServicer(inference_pb2_grpc.InferenceServicer):

@@ -7,11 +7,11 @@ from numpy.typing import NDArray
 
 from stemserve.proto.v1 import inference_pb2
 from stemserve.service.calls.label_trie import LabelReads, plan_label_reads
-from stemserve.service.calls.packed_tokens import join, offsets
 from stemserve.service.calls.reading import Readout, Reads
 from stemserve.service.calls.score_call import ScoreCall, ScoredRows
 from stemserve.service.errors import InvalidRequest
 from stemserve.service.limits import Limits
+from stemserve.service.packed_tokens import join, offsets
 from stemserve.service.request import Float32, ScoreResult
 
 Float64 = NDArray[np.float64]

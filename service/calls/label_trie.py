@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from stemserve.service.calls.packed_tokens import PackedTokens, pack
+from stemserve.service.packed_tokens import PackedTokens, pack
 from stemserve.service.request import Int32
 
 ROOT = 0

@@ -5,9 +5,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from stemserve.proto.v1 import inference_pb2
-from stemserve.service.calls.packed_tokens import offsets, slice_indices
 from stemserve.service.calls.reading import Readout, Reads
 from stemserve.service.calls.score_call import ScoreCall, ScoredRows
+from stemserve.service.packed_tokens import offsets, slice_indices
 from stemserve.service.request import Int32, ScoreResult
 
 

@@ -6,7 +6,7 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from stemserve.service.calls.packed_tokens import PackedTokens
+from stemserve.service.packed_tokens import PackedTokens
 from stemserve.service.request import Float32, Int32, ScoreResult
 
 NO_IDS = np.zeros(0, dtype=np.int32)

@@ -5,11 +5,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from stemserve.proto.v1 import inference_pb2
-from stemserve.service.calls.packed_tokens import offsets, slice_indices
 from stemserve.service.calls.reading import Readout
 from stemserve.service.calls.score_call import Problem
 from stemserve.service.calls.scoring import ScorePlan
 from stemserve.service.errors import EngineFault
+from stemserve.service.packed_tokens import offsets, slice_indices
 from stemserve.service.request import Float32, Int32, JobUsage, ScoreResult
 
 NOT_FINITE = Problem(

@@ -7,8 +7,8 @@ import grpc
 import numpy as np
 
 from stemserve.proto.v1 import inference_pb2
-from stemserve.service.calls.packed_tokens import PackedTokens, join, repeat
 from stemserve.service.limits import Limits
+from stemserve.service.packed_tokens import PackedTokens, join, repeat
 from stemserve.service.request import Int32
 
 

@@ -8,12 +8,12 @@ from numpy.typing import NDArray
 
 from stemserve.proto.v1 import inference_pb2
 from stemserve.service.calls.context_encoder import NO_TOKENS, ContextEncoder
-from stemserve.service.calls.packed_tokens import PackedTokens
 from stemserve.service.calls.score_call import Problem, ScoreCall
 from stemserve.service.calls.validation import check_count, check_score, check_tokens
 from stemserve.service.calls.wire_tokens import check_known, decode_ids, decode_packed
 from stemserve.service.errors import InvalidRequest
 from stemserve.service.limits import Limits
+from stemserve.service.packed_tokens import PackedTokens
 from stemserve.service.request import Int32, WorkerFacts
 from stemserve.service.text.tokenizer import TokenizerPool
 

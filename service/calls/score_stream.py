@@ -7,8 +7,8 @@ from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 from google.rpc import status_pb2
 
 from stemserve.proto.v1 import inference_pb2
-from stemserve.service.calls.status import status_message, unexpected
 from stemserve.service.errors import RequestError
+from stemserve.service.serving.status import status_message, unexpected
 
 Score = Callable[[inference_pb2.ScoreRequest], Awaitable[inference_pb2.ScoreResponse]]
 Requests = AsyncIterator[inference_pb2.ScoreStreamRequest]

@@ -5,8 +5,8 @@ from collections.abc import Sequence
 import numpy as np
 
 from stemserve.proto.v1 import inference_pb2
-from stemserve.service.calls.packed_tokens import PackedTokens
 from stemserve.service.errors import InvalidRequest
+from stemserve.service.packed_tokens import PackedTokens
 from stemserve.service.request import Int32
 
 TOKEN_BYTES = 4

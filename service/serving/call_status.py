@@ -10,9 +10,9 @@ from typing import Any
 import grpc
 from google.protobuf.message import DecodeError
 
-from stemserve.service.calls.status import DETAILS_KEY, status_code, status_message, unexpected
 from stemserve.service.errors import DeadlinePassed, InvalidRequest, RequestError
 from stemserve.service.metrics import Metrics
+from stemserve.service.serving.status import DETAILS_KEY, status_code, status_message, unexpected
 
 OUR_SERVICES = "/stemserve."
 METHOD_LABELS = {

@@ -11,8 +11,8 @@ from typing import TypeVar
 import numpy as np
 import tokenizers
 
-from stemserve.service.calls.packed_tokens import PackedTokens, offsets
 from stemserve.service.errors import InvalidRequest
+from stemserve.service.packed_tokens import PackedTokens, offsets
 from stemserve.service.request import Int32
 
 LONG_CHARACTERS = 1 << 16  # tens of milliseconds

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from stemserve.service.calls.packed_tokens import PackedTokens, join, pack, repeat
+from stemserve.service.packed_tokens import PackedTokens, join, pack, repeat
 from stemserve.service.request import Int32
 
 Lists = list[list[int]]

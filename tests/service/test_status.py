@@ -2,7 +2,6 @@
 
 import pytest
 
-from stemserve.service.calls.status import status_message, unexpected
 from stemserve.service.client_errors import status_error
 from stemserve.service.errors import (
     STATUS,
@@ -12,6 +11,7 @@ from stemserve.service.errors import (
     QueueFull,
     RequestError,
 )
+from stemserve.service.serving.status import status_message, unexpected
 
 
 def test_every_request_error_has_a_status() -> None:

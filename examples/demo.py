@@ -58,7 +58,8 @@ def chat(text: str) -> str:
 
 def usage_cells(usage: Usage, milliseconds: float) -> list[str]:
     counts = (usage.cached_tokens, usage.shared_tokens, usage.computed_tokens)
-    return [*(f"{count:,}" for count in counts), f"{milliseconds:,.0f}"]
+    saved = f"{usage.kv_avoided_bytes / 1e6:,.0f}"
+    return [*(f"{count:,}" for count in counts), f"{milliseconds:,.0f}", saved]
 
 
 def bar(rows: Sequence[T], doing: str) -> Iterable[T]:
@@ -67,7 +68,7 @@ def bar(rows: Sequence[T], doing: str) -> Iterable[T]:
 
 
 TEXT_COLUMNS = ("query", "best two documents", "topic", "review")
-USAGE_COLUMNS = ("cached", "shared", "computed", "ms")
+USAGE_COLUMNS = ("cached", "shared", "computed", "ms", "KV MB saved")
 
 
 def table(title: str, columns: Sequence[str]) -> Table:
@@ -126,8 +127,10 @@ async def rank_documents(client: Client) -> list[Ranking]:
         shown.add_row(ranking.query, names, *usage_cells(ranking.usage, ranking.milliseconds))
     console.print(shown)
     console.print(
-        "Tokens are cached (of an earlier call), shared (inside this call) or computed. The first\n"
-        "call computes the documents; the later ones find them and compute only the query.\n"
+        "Tokens are cached (of an earlier call or step), shared (inside this call) or computed.\n"
+        "The first call computes the documents; the later ones find them, and compute the query\n"
+        "and one row a document to predict it. A document has one reader here, so no KV read is\n"
+        "saved; below, twelve items read one passage.\n"
     )
     return rankings
 
@@ -172,7 +175,7 @@ async def rank_topics(client: Client) -> None:
         ("topic", "score", *USAGE_COLUMNS),
     )
     for row in np.argsort(-scores.scores)[:5]:
-        cells = usage_cells(scores.usage, milliseconds) if not shown.row_count else [""] * 4
+        cells = usage_cells(scores.usage, milliseconds) if not shown.row_count else [""] * 5
         shown.add_row(topics[row], f"{scores.scores[row]:.2f}", *cells)
     console.print(shown)
     console.print()
@@ -200,7 +203,8 @@ async def label_reviews(client: Client) -> None:
     usage = scores.usage
     console.print(
         f"{usage.cached_tokens} tokens cached, {usage.shared_tokens} shared, "
-        f"{usage.computed_tokens} computed, {milliseconds:.0f} ms\n"
+        f"{usage.computed_tokens} computed, {milliseconds:.0f} ms, "
+        f"{usage.kv_avoided_bytes / 1e6:,.0f} MB of KV reads saved\n"
     )
 
 

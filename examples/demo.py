@@ -33,7 +33,7 @@ TEXTS = json.loads((Path(__file__).parent / "documents.json").read_text())
 STOP_TIMEOUT_S = 30.0
 TOLERANCE = 1e-3  # of a sum over a query's tokens
 
-WIDTH = 96
+WIDTH = 108
 
 console = Console(highlight=False)
 console.width = min(console.width, WIDTH) if console.is_terminal else WIDTH

@@ -9,7 +9,7 @@ STAMP := $(VENV)/.installed
 PROTO_VENV := .venv-proto
 PROTOS := $(sort $(wildcard proto/v1/*.proto))
 
-.PHONY: install model demo test bench-cpu bench-ranking check proto proto-check wheel clean
+.PHONY: install model demo test bench-cpu bench-ranking bench-yes-no check proto proto-check wheel clean
 
 install: $(STAMP)
 
@@ -43,6 +43,9 @@ bench-cpu: $(STAMP) $(MODEL)
 
 bench-ranking: $(STAMP) $(MODEL)
 	PYTHONPATH=benchmarks $(BIN)/python benchmarks/bench_ranking.py $(ARGS)
+
+bench-yes-no: $(STAMP) $(MODEL)
+	PYTHONPATH=benchmarks $(BIN)/python benchmarks/bench_yes_no.py $(ARGS)
 
 check: $(STAMP) proto-check
 	$(BIN)/ruff check .

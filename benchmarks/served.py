@@ -65,6 +65,14 @@ class Served:
         scores, _ = self._timed(self._client.rank(query, prefix_ids))
         return scores
 
+    def choose(self, questions: Sequence[str], labels: Sequence[str], document: str) -> Scores:
+        """Probabilities of the labels after document + question, a row a question."""
+        mode = inference_pb2.LabelProbabilities(labels=labels)
+        scores, _ = self._timed(
+            self._client.score(questions, mode, contexts=[Context(text=document)])
+        )
+        return scores
+
     def generate(self, request: inference_pb2.GenerateRequest) -> Generated:
         return self._loop.run(self._generate(request))
 

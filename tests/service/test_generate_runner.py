@@ -9,38 +9,20 @@ import grpc
 import numpy as np
 import pytest
 from tests.service.bigram_engine import THREE_TOKENS, BigramEngine, random_bigrams
-from tests.service.serving import Served, fixed_tokens, serving
+from tests.service.generating import GREEDY, generated, prompt
+from tests.service.serving import fixed_tokens, serving
 from tests.service.waiting import until
 
 from stemserve.proto.v1 import inference_pb2
-from stemserve.service.calls.generation import child_seed
-from stemserve.service.client import token_blob
 from stemserve.service.client_errors import ClientError
-from stemserve.service.client_results import GenerateStep, SampleNews
-from stemserve.service.request import GenerateJob
+from stemserve.service.client_results import SampleNews
 from stemserve.service.text.tokenizer import Tokenizer
 
-GREEDY = inference_pb2.SamplingParams(temperature=0)
 EOS = 4
-
-
-def prompt(*tokens: int) -> inference_pb2.Context:
-    return inference_pb2.Context(tokens=token_blob(np.array(tokens, dtype=np.int32)))
 
 
 def scripted(*samples: Sequence[int], vocab_size: int = 5) -> BigramEngine:
     return BigramEngine(random_bigrams(vocab_size), script=samples)
-
-
-async def generated(
-    served: Served, request: inference_pb2.GenerateRequest
-) -> tuple[list[GenerateStep], dict[int, list[SampleNews]]]:
-    steps = [step async for step in served.client.generate(request)]
-    samples = dict[int, list[SampleNews]]()
-    for step in steps:
-        for news in step.news:
-            samples.setdefault(news.sample, []).append(news)
-    return steps, samples
 
 
 async def one_sample(
@@ -188,87 +170,6 @@ async def test_b34_the_new_tokens_are_cut_to_the_models_context(
         _, samples = await generated(served, request)
         assert len(samples[0]) == given
         assert samples[0][-1].finish == "length"
-
-
-def sampling_request(seed: int | None) -> inference_pb2.GenerateRequest:
-    request = inference_pb2.GenerateRequest(prompt=prompt(0), n=4, max_new_tokens=20)
-    if seed is not None:
-        request.sampling.seed = seed
-    return request
-
-
-async def sampled(served: Served, seed: int | None) -> list[list[int]]:
-    _, samples = await generated(served, sampling_request(seed))
-    return [[token for news in samples[s] for token in news.token_ids] for s in range(4)]
-
-
-@pytest.mark.parametrize("seed", [0, 7, 2**64 - 1])
-async def test_b36_a_seed_gives_different_samples_and_the_same_ones_again(seed: int) -> None:
-    engine = BigramEngine(np.full((1000, 1000), 0.001))
-    async with serving(engine, fixed_tokens(*[b"a"] * 1000)) as served:
-        first, second = await sampled(served, seed), await sampled(served, seed)
-        assert first == second
-        assert len({tuple(tokens) for tokens in first}) == 4
-
-
-async def test_b36_without_a_seed_each_call_differs() -> None:
-    engine = BigramEngine(np.full((1000, 1000), 0.001))
-    async with serving(engine, fixed_tokens(*[b"a"] * 1000)) as served:
-        assert await sampled(served, None) != await sampled(served, None)
-
-
-def test_child_seeds_are_distinct_words() -> None:
-    seeds = {child_seed(seed, sample) for seed in range(50) for sample in range(50)}
-    assert len(seeds) == 2500
-    assert all(0 <= seed < 2**64 for seed in seeds)
-
-
-async def test_bias_and_bans_reach_the_sampler() -> None:
-    engine = BigramEngine()
-    async with serving(engine, fixed_tokens(b"a", b"b", b"c", eos_id=2)) as served:
-        request = inference_pb2.GenerateRequest(
-            prompt=prompt(0), sampling=GREEDY, max_new_tokens=1, stop_token_ids=[1]
-        )
-        request.sampling.logit_bias[1] = -100.0
-        request.sampling.banned_token_ids.extend([2, 2])
-        await generated(served, request)
-        (job,) = engine.jobs
-        assert isinstance(job, GenerateJob)
-        assert job.samplers[0].bias_ids.tolist() == [1]
-        assert job.samplers[0].bias_values.tolist() == [-100.0]
-        assert job.samplers[0].banned_ids.tolist() == [2]
-        assert job.stop_ids == {1, 2}
-
-
-@pytest.mark.parametrize("ignore_eos", [False, True])
-async def test_a_minimum_that_leaves_no_token_to_draw_is_an_invalid_argument(
-    ignore_eos: bool,
-) -> None:
-    async with serving(BigramEngine(), fixed_tokens(b"a", b"b", b"c", eos_id=2)) as served:
-        request = inference_pb2.GenerateRequest(
-            prompt=prompt(0),
-            min_new_tokens=1,
-            stop_token_ids=[2, 1] if ignore_eos else [1],
-            ignore_eos=ignore_eos,
-        )
-        await generated(served, request)
-        request.sampling.banned_token_ids.append(0)
-        with pytest.raises(ClientError, match="min_new_tokens: leaves no token") as refusal:
-            await generated(served, request)
-        assert refusal.value.code is grpc.StatusCode.INVALID_ARGUMENT
-        request.min_new_tokens = 0
-        await generated(served, request)
-
-
-async def test_an_absent_temperature_is_one_and_zero_is_zero() -> None:
-    engine = BigramEngine()
-    async with serving(engine, fixed_tokens(b"a", b"b", b"c")) as served:
-        await generated(served, inference_pb2.GenerateRequest(prompt=prompt(0)))
-        await generated(served, inference_pb2.GenerateRequest(prompt=prompt(0), sampling=GREEDY))
-        temperatures = [
-            job.samplers[0].temperature for job in engine.jobs if isinstance(job, GenerateJob)
-        ]
-        assert temperatures == [1.0, 0.0]
 
 
 @pytest.mark.parametrize("chunks", [0, 1, 3])

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from stemserve.kernels.layout import Int32, int32
-from stemserve.kernels.strategy import Work
+from stemserve.kernels.strategy import TORCH, Part, Work
 
 # A call costs about 30 us of Python and dispatch, as much as copying 100 tokens of 3 x 64 heads
 # takes: short runs are copied side by side and read by one padded call.
@@ -109,13 +109,18 @@ class Call:
 def call_work(calls: Iterable[Call]) -> Work:
     """Padding included: it is read and computed too."""
     listed = list(calls)
-    rows = [np.full(call.sequences, call.padded_rows, np.int32) for call in listed]
-    tokens = [np.full(call.sequences, call.tokens.tokens, np.int32) for call in listed]
-    empty = np.empty(0, np.int32)
-    return Work(
-        rows=np.concatenate([empty, *rows]),
-        kv_tokens=np.concatenate([empty, *tokens]),
-        launches=sum(call.launches for call in listed),
+    kinds = ((kind, [call for call in listed if call.causal is kind]) for kind in (False, True))
+    return Work(parts=tuple(_part(alike, causal=kind) for kind, alike in kinds if alike))
+
+
+def _part(calls: Sequence[Call], *, causal: bool) -> Part:
+    sequences = [call.sequences for call in calls]
+    return Part(
+        engine=TORCH,
+        rows=np.repeat(int32([call.padded_rows for call in calls]), sequences),
+        kv_tokens=np.repeat(int32([call.tokens.tokens for call in calls]), sequences),
+        causal=causal,
+        launches=sum(call.launches for call in calls),
     )
 
 

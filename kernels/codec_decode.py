@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -15,7 +16,7 @@ from stemserve.kernels.codec_streams import tile_streams
 from stemserve.kernels.codec_tables import DeviceTables, HostTables, host_tables
 from stemserve.kernels.codec_tiles import STEP_TOKENS, TILE_ROWS
 from stemserve.kernels.layout import AttentionLayout, HeadShape, int32
-from stemserve.kernels.strategy import Kernel, Phase, Work
+from stemserve.kernels.strategy import Kernel, Part, Phase, Work
 
 PAGE_SIZES = tuple(size for size in (8, 16, 32, 64) if size <= STEP_TOKENS)
 LOG2E = 1 / math.log(2)
@@ -77,11 +78,12 @@ class DecodePlan:
 
 def host_work(host: HostTables) -> Work:
     pieces = host.pieces
-    return Work(
-        rows=int32(pieces.high - pieces.low),
-        kv_tokens=piece_tokens(host.streams, pieces, host.layout.page_size),
-        launches=2 if host.merges else 1,
-    )
+    rows = int32(pieces.high - pieces.low)
+    tokens = piece_tokens(host.streams, pieces, host.layout.page_size)
+    tree = Part(engine="tree", rows=rows, kv_tokens=tokens)
+    if not host.merges:
+        return Work(parts=(tree,))
+    return Work(parts=(tree, Part(engine="merge", rows=rows, kv_tokens=np.zeros_like(rows))))
 
 
 class CodecDecode:

@@ -19,7 +19,7 @@ from stemserve.kernels.logical_request import (
 )
 from stemserve.kernels.packed_mask import Bool, PackedMask
 from stemserve.kernels.schedule import empty_state
-from stemserve.kernels.strategy import Kernel, Phase, Work
+from stemserve.kernels.strategy import TORCH, Kernel, Part, Phase, Work
 
 TILE_ROWS = 128  # unpacked at a time; a multiple of 8, so that a tile starts at a byte
 MAX_MASK_BITS = 1 << 28  # of one request; unpacked on the host while planning
@@ -186,11 +186,13 @@ def _work(rows: list[int], tokens: list[int]) -> Work:
         for start in range(0, count, TILE_ROWS)
         if width
     ]
-    return Work(
+    part = Part(
+        engine=TORCH,
         rows=int32([tile[0] for tile in tiles]),
         kv_tokens=int32([tile[1] for tile in tiles]),
         launches=len(tiles) + sum(width > 0 for width in tokens),
     )
+    return Work(parts=(part,))
 
 
 def _run_request(

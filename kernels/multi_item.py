@@ -19,7 +19,7 @@ from stemserve.kernels.logical_request import (
     request_row_order,
 )
 from stemserve.kernels.schedule import empty_state
-from stemserve.kernels.strategy import Kernel, Phase, Work
+from stemserve.kernels.strategy import TORCH, Kernel, Part, Phase, Work
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -121,11 +121,13 @@ class MultiItemAttention:
 
 def _work(masks: list[ItemMask]) -> Work:
     tiles = [tile for mask in masks for tile in item_tiles(mask)]
-    return Work(
+    part = Part(
+        engine=TORCH,
         rows=int32([tile.rows for tile in tiles]),
         kv_tokens=int32([tile.tokens for tile in tiles]),
         launches=len(tiles) + sum(mask.prefix_len > 0 for mask in masks),
     )
+    return Work(parts=(part,))
 
 
 def _run_request(

@@ -5,10 +5,17 @@ from enum import StrEnum
 from typing import Any, Protocol
 
 import numpy as np
+from numpy.typing import NDArray
 from torch import Tensor
 
 from stemserve.kernels.attention_state import AttentionState, LayerKV
 from stemserve.kernels.layout import AttentionLayout, Int32
+
+Int64 = NDArray[np.int64]
+
+TORCH = "torch"  # the engine of the plain torch paths
+
+_NONE = np.empty(0, np.int32)
 
 
 class Phase(StrEnum):
@@ -28,20 +35,65 @@ class Kernel(StrEnum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Part:
+    """Blocks that one engine computes: of query rows that each read a run of KV tokens.
+
+    An engine is a primitive that a cost table prices, by any name. On a GPU a part is what runs at
+    once: one call of the engine, with whatever kernels it launches; calls that follow each other
+    are parts of their own. A block has rows and tokens, of all heads:
+
+    * `torch`: a sequence of a batched call, padding included; a part may have many calls.
+    * batched attention, such as `fa2`, `fa3`, `cudnn`: a request of the batch. Where the engine
+      skips tokens by a mask (multi-item), a tile of query rows and the tokens that it reads.
+    * `tree`: a piece of a tile's page stream, and the rows of the tile that it serves.
+    * `gather`, a copy of K and V: no rows, the tokens copied. `merge` of partial results: the rows
+      merged, once each part that they have; no tokens.
+
+    Engines of one kernel that cost differently have different names: causal and full attention of a
+    library with two kernels, two tile shapes.
+    """
+
+    engine: str
+    rows: Int32  # [blocks] query rows (one per token) of each block
+    kv_tokens: Int32  # [blocks] KV tokens that the block reads
+    causal: bool = False  # the last row of a block sees all its tokens, each row before one less
+    launches: int = 1  # calls of the engine by the host
+
+    @property
+    def pairs(self) -> Int64:  # [blocks] of a row and a token that it sees
+        rows, tokens = self.rows.astype(np.int64), self.kv_tokens.astype(np.int64)
+        if not self.causal:
+            return rows * tokens
+        seeing = np.minimum(rows, tokens)  # rows before these see nothing
+        seen: Int64 = seeing * tokens - seeing * (seeing - 1) // 2
+        return seen
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Work:
-    """What a plan makes the device do in one layer: blocks of rows that each read a run of tokens.
+    """What a plan makes the device do in one layer, part by part.
 
     The cost model prices it and the byte counters read it; a plan's work is the work that its `run`
     does, not a model beside it.
     """
 
-    rows: Int32  # [blocks] query rows (one per token) of each block
-    kv_tokens: Int32  # [blocks] KV tokens that the block reads
-    launches: int  # device launches, or calls of a CPU kernel
+    parts: tuple[Part, ...]
+
+    @property
+    def rows(self) -> Int32:  # [blocks] of all parts
+        return np.concatenate([_NONE, *(part.rows for part in self.parts)])
+
+    @property
+    def kv_tokens(self) -> Int32:  # [blocks] of all parts
+        return np.concatenate([_NONE, *(part.kv_tokens for part in self.parts)])
+
+    @property
+    def launches(self) -> int:
+        return sum(part.launches for part in self.parts)
 
     @property
     def kv_tokens_read(self) -> int:
-        return int(self.kv_tokens.sum(dtype=np.int64))
+        return sum(int(part.kv_tokens.sum(dtype=np.int64)) for part in self.parts)
 
 
 class Strategy(Protocol):

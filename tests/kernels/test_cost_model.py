@@ -10,7 +10,7 @@ from tests.kernels.forests import head_shape
 
 from stemserve.kernels.cost_model import CostTable, CostTableError, shipped_cost_table
 from stemserve.kernels.layout import int32
-from stemserve.kernels.strategy import Work
+from stemserve.kernels.strategy import TORCH, Part, Work
 
 
 def test_grid_points_are_returned_as_measured(costs: CostTable) -> None:
@@ -38,7 +38,8 @@ def test_nothing_costs_nothing(costs: CostTable) -> None:
 
 
 def test_work_costs_its_launches_and_its_blocks(costs: CostTable) -> None:
-    work = Work(rows=int32([4, 16]), kv_tokens=int32([1024, 256]), launches=3)
+    part = Part(engine=TORCH, rows=int32([4, 16]), kv_tokens=int32([1024, 256]), launches=3)
+    work = Work(parts=(part,))
     blocks = costs.block_seconds(4, 1024) + costs.block_seconds(16, 256)
     assert costs.work_seconds(work) == pytest.approx(3 * costs.launch_seconds + blocks)
 

@@ -14,7 +14,7 @@ from stemserve.kernels.attention_state import AttentionState, LayerKV
 from stemserve.kernels.cost_model import CostTable
 from stemserve.kernels.layout import AttentionLayout, HeadShape, int32
 from stemserve.kernels.registry import strategies
-from stemserve.kernels.strategy import Kernel, Phase, Strategy, Work
+from stemserve.kernels.strategy import TORCH, Kernel, Part, Phase, Strategy, Work
 from stemserve.worker.dispatch import KERNEL_CODES, Choice, Dispatcher, NoStrategy, Reason
 from stemserve.worker.step import Step, decode_step
 from stemserve.worker.step_checks import StepLimits
@@ -50,7 +50,8 @@ class Toy:
     def work(self, layout: AttentionLayout) -> Work:
         self.asked += 1
         tokens = int(layout.chain_tokens.sum() * self.seconds_a_token)
-        return Work(rows=int32([1]), kv_tokens=int32([tokens]), launches=1)
+        part = Part(engine=TORCH, rows=int32([1]), kv_tokens=int32([tokens]))
+        return Work(parts=(part,))
 
     def plan(self, layout: AttentionLayout) -> Work:
         return self.work(layout)

@@ -21,6 +21,7 @@ RECORD = tl.constexpr(_RECORD)
 MASKED = tl.constexpr(_MASKED)
 PAGE_BITS = tl.constexpr(_PAGE_BITS)
 PAGE_MASK = tl.constexpr((1 << _PAGE_BITS) - 1)
+WORD_MASK = tl.constexpr((1 << 31) - 1)  # without the sign, which marks a page of rows
 TILE_ROWS = tl.constexpr(_TILE_ROWS)
 STEP_TOKENS = tl.constexpr(_STEP_TOKENS)
 LN2 = tl.constexpr(0.6931471805599453)
@@ -69,6 +70,8 @@ def tree_kernel(
     q: tl.tensor,  # [rows, HEADS, DIM], a row every q_stride elements
     k_pages: tl.tensor,  # [pages, PAGE, KV_HEADS, DIM]
     v_pages: tl.tensor,
+    k_rows: tl.tensor,  # with items, [rows, KV_HEADS, DIM], a row every k_row_stride elements
+    v_rows: tl.tensor,
     records: tl.tensor,  # the plan's tables; see codec_pieces
     words: tl.tensor,
     masks: tl.tensor,
@@ -79,6 +82,8 @@ def tree_kernel(
     out: tl.tensor,  # [rows, HEADS, DIM]
     lse: tl.tensor,  # [rows, HEADS], natural log
     q_stride: tl.tensor,
+    k_row_stride: tl.tensor,
+    v_row_stride: tl.tensor,
     partial_rows: tl.tensor,
     scale: tl.tensor,  # positive, to base 2; of a capped score, to base 2
     cap_scale: tl.tensor,  # with a soft cap: from q . k to twice the argument of tanh, to base 2
@@ -91,6 +96,7 @@ def tree_kernel(
     STAGES: tl.constexpr,
     SOFT_CAP: tl.constexpr,
     WINDOW: tl.constexpr,
+    HAS_ITEMS: tl.constexpr,
     WIDEN: tl.constexpr,
 ) -> None:
     GROUP: tl.constexpr = HEADS // KV_HEADS
@@ -135,14 +141,24 @@ def tree_kernel(
             # Page words travel as loop variables: loaded in the step that uses them they would take
             # the pipeline's stages, and carried over two steps they would stop the pipelining.
             place = ((word & PAGE_MASK) * (PAGE * KV_HEADS) + vector).to(tl.int64) * DIM
+            if HAS_ITEMS:  # a negative word is the number of the first row of a page of rows
+                own_row = ((word & PAGE_MASK) + token % PAGE).to(tl.int64)
+                k_own = k_rows + (own_row * k_row_stride + head * DIM)
+                v_own = v_rows + (own_row * v_row_stride + head * DIM)
+                k_at = tl.where(word < 0, k_own, k_pages + place)[:, None] + dim[None, :]
+                v_at = tl.where(word < 0, v_own, v_pages + place)[:, None] + dim[None, :]
+                word = word & WORD_MASK
+            else:
+                k_at = k_dims[None, :] + place[:, None]
+                v_at = v_dims[None, :] + place[:, None]
             loaded = (word >= whole)[:, None]
             if DIM != DIM_PAD:
                 loaded = loaded & (dim < DIM)[None, :]
             seen_by = mask
             word = tl.load(step_words + (step + 1) * PAGES)
             mask = tl.load(step_masks + (step + 1) * PAGES + page)
-            k = tl.load(k_dims[None, :] + place[:, None], mask=loaded, other=0.0)
-            v = tl.load(v_dims[None, :] + place[:, None], mask=loaded, other=0.0)
+            k = tl.load(k_at, mask=loaded, other=0.0)
+            v = tl.load(v_at, mask=loaded, other=0.0)
             s = tl.zeros([TILE_ROWS, STEP_TOKENS], tl.float32)
             s = _dot(tile, tl.trans(k.to(tile.dtype)), s, WIDEN)
             if SOFT_CAP:

@@ -3,9 +3,21 @@
 import math
 import os
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Annotated, Any, ClassVar
 
+from pydantic import BeforeValidator, ConfigDict
+
+from stemserve.service.access_config import (
+    STRICT,
+    AuthConfig,
+    TenantConfig,
+    TlsConfig,
+    check_access,
+)
+from stemserve.service.config_error import ConfigError
 from stemserve.service.default_model import DEFAULT_MODEL
 from stemserve.service.limits import Limits
 
@@ -23,10 +35,7 @@ KERNELS = (
     "codec",
 )
 LOG_LEVELS = ("debug", "info", "warning", "error")
-
-
-class ConfigError(ValueError):
-    """A setting that cannot work. The message names it."""
+_UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 
 
 def default_model_cache() -> Path:
@@ -35,13 +44,32 @@ def default_model_cache() -> Path:
     return Path(base).expanduser() / "stemserve"
 
 
+def parse_bytes(size: Any) -> Any:
+    """512M or 2G as a number of bytes; numbers stay. Raises ConfigError."""
+    if not isinstance(size, str):
+        return size
+    number, unit = size.strip().upper().removesuffix("IB").removesuffix("B"), ""
+    if number and number[-1] in _UNITS:
+        number, unit = number[:-1], number[-1]
+    try:
+        return int(float(number) * _UNITS[unit])
+    except (ValueError, OverflowError) as error:
+        raise ConfigError(f"{size!r} is not a size such as 512M or 2G") from error
+
+
+Bytes = Annotated[int, BeforeValidator(parse_bytes)]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerConfig:
+    __pydantic_config__: ClassVar[ConfigDict] = STRICT
+
     host: str = "127.0.0.1"
     port: int = 50051
     health_port: int = 50052  # plaintext, health only
     metrics_port: int = 9400
     drain_s: float = 20.0
+    drain_delay_s: float = 0.0  # a load balancer's time to notice that health says NOT_SERVING
 
     def __post_init__(self) -> None:
         ports = {"port": self.port, "health_port": self.health_port}
@@ -52,20 +80,24 @@ class ServerConfig:
         named = [port for port in ports.values() if port]
         if len(set(named)) < len(named):
             raise ConfigError(f"the ports must differ: {ports}")
-        if not (math.isfinite(self.drain_s) and self.drain_s >= 0):
-            raise ConfigError(f"drain_s {self.drain_s} must be a number of seconds, 0 or more")
+        for name in ("drain_s", "drain_delay_s"):
+            seconds: float = getattr(self, name)
+            if not (math.isfinite(seconds) and seconds >= 0):
+                raise ConfigError(f"{name} {seconds} must be a number of seconds, 0 or more")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerConfig:
     """Options of the worker process. None: the worker's own default."""
 
+    __pydantic_config__: ClassVar[ConfigDict] = STRICT
+
     address: str | None = None  # of a worker that somebody else runs; else one is started
     load_format: str = "auto"
     dtype: str | None = None
     device: str | None = None
     kv_pages: int | None = None
-    kv_memory_bytes: int | None = None
+    kv_memory: Bytes | None = None
     page_size: int | None = None
     threads: int | None = None
     kernel: str | None = None  # forces one attention strategy, for debugging
@@ -78,14 +110,14 @@ class WorkerConfig:
         _check_choice("kernel", self.kernel, KERNELS)
         counts = {
             "kv_pages": self.kv_pages,
-            "kv_memory": self.kv_memory_bytes,
+            "kv_memory": self.kv_memory,
             "page_size": self.page_size,
             "threads": self.threads,
         }
         for name, value in counts.items():
             if value is not None and value < 1:
                 raise ConfigError(f"{name} {value} must be at least 1")
-        if self.kv_pages is not None and self.kv_memory_bytes is not None:
+        if self.kv_pages is not None and self.kv_memory is not None:
             raise ConfigError("give kv_pages or kv_memory, not both")
         if not self.step_timeout_s > 0:
             raise ConfigError(f"step_timeout_s {self.step_timeout_s} must be more than 0")
@@ -98,7 +130,7 @@ class WorkerConfig:
             "--dtype": self.dtype,
             "--device": self.device,
             "--kv-pages": self.kv_pages,
-            "--kv-memory-bytes": self.kv_memory_bytes,
+            "--kv-memory-bytes": self.kv_memory,
             "--page-size": self.page_size,
             "--max-step-tokens": max_step_tokens,
             "--threads": self.threads,
@@ -114,15 +146,21 @@ class WorkerConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServiceConfig:
+    __pydantic_config__: ClassVar[ConfigDict] = STRICT
+
     model: str = DEFAULT_MODEL
     model_cache: Path = field(default_factory=default_model_cache)
     server: ServerConfig = field(default_factory=ServerConfig)
     worker: WorkerConfig = field(default_factory=WorkerConfig)
     limits: Limits = field(default_factory=Limits)
+    tls: TlsConfig = field(default_factory=TlsConfig)
+    auth: AuthConfig = field(default_factory=AuthConfig)
+    tenants: Mapping[str, TenantConfig] = field(default_factory=dict[str, TenantConfig])
     log_level: str = "info"
 
     def __post_init__(self) -> None:
         _check_choice("log_level", self.log_level, LOG_LEVELS)
+        check_access(self.auth, self.tls, self.tenants)
 
 
 def _check_choice(name: str, value: str | None, choices: tuple[str, ...]) -> None:

@@ -1,11 +1,18 @@
 """The largest request that a server accepts, in one table."""
 
 from dataclasses import asdict, dataclass
+from typing import ClassVar
+
+from pydantic import ConfigDict
+
+from stemserve.service.access_config import STRICT
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
     """Reported by Info.GetLimits; validation checks them before it allocates anything."""
+
+    __pydantic_config__: ClassVar[ConfigDict] = STRICT
 
     max_message_bytes: int = 64 << 20  # requests and answers
     max_contexts: int = 256

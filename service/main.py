@@ -18,7 +18,7 @@ from prometheus_client import CollectorRegistry
 import stemserve
 from stemserve.service.batching.batcher import Batcher, BatcherLimits
 from stemserve.service.calls.services import SERVICES, Services
-from stemserve.service.config import ServiceConfig
+from stemserve.service.config import ServerConfig, ServiceConfig
 from stemserve.service.metrics import Metrics
 from stemserve.service.request import WorkerFacts
 from stemserve.service.serving.call_gate import CallGate
@@ -134,11 +134,11 @@ async def serve(
         gc.collect()
         gc.freeze()  # what lives now lives for ever: no collection need look at it again
         announce(Ready(facts=facts, ports=servers.ports, metrics_port=port))
-        await _until_drained(core, signals, gate, drain_s=config.server.drain_s)
+        await _until_drained(core, signals, gate, config.server)
 
 
 async def _until_drained(
-    core: _Core, signals: StopSignals, gate: CallGate, *, drain_s: float
+    core: _Core, signals: StopSignals, gate: CallGate, config: ServerConfig
 ) -> None:
     """Raises WorkerUnreachable, after a drain too, if the worker is lost for good."""
     failures: list[WorkerUnreachable] = []
@@ -156,7 +156,9 @@ async def _until_drained(
         )
         supervising = tasks.create_task(supervise())
         await signals.wait()
-        await _drain(core, gate, drain_s)
+        core.health.drain()
+        await asyncio.sleep(config.drain_delay_s)
+        await _drain(core, gate, config.drain_s)
         supervising.cancel()
         watching.cancel()
     for failure in failures:
@@ -164,7 +166,6 @@ async def _until_drained(
 
 
 async def _drain(core: _Core, gate: CallGate, drain_s: float) -> None:
-    core.health.drain()
     gate.drain()
     with suppress(TimeoutError):
         async with asyncio.timeout(drain_s):

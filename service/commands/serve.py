@@ -3,7 +3,7 @@
 import logging
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -17,19 +17,41 @@ from stemserve.service.config import (
     KERNELS,
     LOAD_FORMATS,
     LOG_LEVELS,
-    ServerConfig,
     ServiceConfig,
-    WorkerConfig,
-    default_model_cache,
+    parse_bytes,
 )
+from stemserve.service.config_error import ConfigError
+from stemserve.service.config_sources import Setting, read_settings, settings_text
 from stemserve.service.default_model import DEFAULT_MODEL, ModelNotFound, resolve
-from stemserve.service.limits import Limits
 from stemserve.service.main import Ready, run
 from stemserve.service.serving.server import PortInUse
 from stemserve.service.workers.worker_client import WorkerUnreachable
 
-_UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
-_DEFAULTS = Limits()
+_DEFAULTS = ServiceConfig()
+
+KEYS: Mapping[str, str] = {  # of the configuration, by the parameter of `serve`
+    "model": "model",
+    "model_cache": "model_cache",
+    "log_level": "log_level",
+    "host": "server.host",
+    "port": "server.port",
+    "health_port": "server.health_port",
+    "metrics_port": "server.metrics_port",
+    "drain_seconds": "server.drain_s",
+    "drain_delay_seconds": "server.drain_delay_s",
+    "worker": "worker.address",
+    "load_format": "worker.load_format",
+    "dtype": "worker.dtype",
+    "device": "worker.device",
+    "kv_pages": "worker.kv_pages",
+    "kv_memory": "worker.kv_memory",
+    "page_size": "worker.page_size",
+    "threads": "worker.threads",
+    "kernel": "worker.kernel",
+    "max_step_tokens": "limits.max_step_tokens",
+    "max_queued_requests": "limits.max_queued_requests",
+    "max_queued_tokens": "limits.max_queued_tokens",
+}
 
 
 def _choices(names: Sequence[str], text: str = "") -> str:
@@ -37,13 +59,10 @@ def _choices(names: Sequence[str], text: str = "") -> str:
 
 
 def _parse_bytes(text: str) -> int:
-    number, unit = text.strip().upper().removesuffix("IB").removesuffix("B"), ""
-    if number and number[-1] in _UNITS:
-        number, unit = number[:-1], number[-1]
     try:
-        return int(float(number) * _UNITS[unit])
-    except ValueError as error:
-        raise typer.BadParameter(f"{text!r} is not a size such as 512M or 2G") from error
+        return int(parse_bytes(text))
+    except ConfigError as error:
+        raise typer.BadParameter(str(error)) from error
 
 
 def _server(help: str, **more: Any) -> Any:
@@ -59,6 +78,19 @@ def _limit(help: str) -> Any:
 
 
 def serve(
+    context: typer.Context,
+    config: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            envvar="STEMSERVE_CONFIG",
+            help="Settings in TOML. STEMSERVE__SERVER__PORT=... in the environment beats the file, "
+            "a flag beats both.",
+        ),
+    ] = None,
+    print_config: Annotated[
+        bool, typer.Option("--print-config", help="Print all settings and who gave them, and end.")
+    ] = False,
     model: Annotated[
         str,
         typer.Option(help=f"{DEFAULT_MODEL}, a .gguf file, or a Hugging Face folder."),
@@ -73,7 +105,13 @@ def serve(
     metrics_port: Annotated[int, _server("Prometheus metrics, over HTTP.")] = 9400,
     drain_seconds: Annotated[
         float, _server("After SIGTERM, how long running calls may take to finish.")
-    ] = 20.0,
+    ] = _DEFAULTS.server.drain_s,
+    drain_delay_seconds: Annotated[
+        float,
+        _server(
+            "After SIGTERM, how long new calls are still taken, while health says NOT_SERVING."
+        ),
+    ] = _DEFAULTS.server.drain_delay_s,
     log_level: Annotated[str, _server(_choices(LOG_LEVELS))] = "info",
     worker: Annotated[
         str | None,
@@ -101,13 +139,13 @@ def serve(
     ] = None,
     max_step_tokens: Annotated[
         int, _limit("Rows of one step; longer prompts take several.")
-    ] = _DEFAULTS.max_step_tokens,
+    ] = _DEFAULTS.limits.max_step_tokens,
     max_queued_requests: Annotated[
         int, _limit("Requests that wait; more are refused with RESOURCE_EXHAUSTED.")
-    ] = _DEFAULTS.max_queued_requests,
+    ] = _DEFAULTS.limits.max_queued_requests,
     max_queued_tokens: Annotated[
         int, _limit("Tokens that wait to be computed; more are refused.")
-    ] = _DEFAULTS.max_queued_tokens,
+    ] = _DEFAULTS.limits.max_queued_tokens,
 ) -> None:
     """Start the server: a gRPC front end, and a worker process that runs the model.
 
@@ -118,39 +156,31 @@ def serve(
     Examples:
       stemserve serve
       stemserve serve --model ./Qwen3-0.6B --host 0.0.0.0 --kv-memory 2G
+      stemserve serve --config stemserve.toml --print-config
     """
     try:
-        config = ServiceConfig(
-            model=model,
-            model_cache=model_cache or default_model_cache(),
-            server=ServerConfig(
-                host=host,
-                port=port,
-                health_port=health_port,
-                metrics_port=metrics_port,
-                drain_s=drain_seconds,
-            ),
-            worker=WorkerConfig(
-                address=worker,
-                load_format=load_format,
-                dtype=dtype,
-                device=device,
-                kv_pages=kv_pages,
-                kv_memory_bytes=kv_memory,
-                page_size=page_size,
-                threads=threads,
-                kernel=kernel,
-            ),
-            limits=Limits(
-                max_step_tokens=max_step_tokens,
-                max_queued_requests=max_queued_requests,
-                max_queued_tokens=max_queued_tokens,
-            ),
-            log_level=log_level,
-        )
-    except ValueError as error:
+        settings = read_settings(file=config, environment=os.environ, flags=_flags(context))
+    except ConfigError as error:
         fail(str(error))
-    _serve(config)
+    if print_config:
+        print(settings_text(settings), end="")
+        return
+    _serve(settings.config)
+
+
+def _flags(context: typer.Context) -> dict[str, Setting]:
+    """The settings that the command line gives."""
+    return {
+        key: Setting(value=context.params[name], source=f"--{name.replace('_', '-')}")
+        for name, key in KEYS.items()
+        if _source(context, name) == "COMMANDLINE"
+    }
+
+
+def _source(context: typer.Context, name: str) -> str:
+    """The name only: typer brings its own click, whose types are not click's."""
+    source: Any = context.get_parameter_source(name)
+    return source.name if source is not None else ""
 
 
 def _serve(config: ServiceConfig) -> None:

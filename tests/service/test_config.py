@@ -6,12 +6,12 @@ from pathlib import Path
 import pytest
 
 from stemserve.service.config import (
-    ConfigError,
     ServerConfig,
     ServiceConfig,
     WorkerConfig,
     default_model_cache,
 )
+from stemserve.service.config_error import ConfigError
 
 
 @pytest.mark.parametrize(
@@ -25,7 +25,7 @@ from stemserve.service.config import (
         (lambda: WorkerConfig(device="tpu"), "'tpu' is not one of auto, cpu, cuda"),
         (lambda: WorkerConfig(kernel="magic"), "'magic' is not one of naive, split"),
         (lambda: WorkerConfig(threads=0), "threads 0 must be at least 1"),
-        (lambda: WorkerConfig(kv_pages=5, kv_memory_bytes=5), "kv_pages or kv_memory, not both"),
+        (lambda: WorkerConfig(kv_pages=5, kv_memory=5), "kv_pages or kv_memory, not both"),
         (lambda: WorkerConfig(step_timeout_s=0), "step_timeout_s 0 must be more than 0"),
         (lambda: ServiceConfig(log_level="loud"), "'loud' is not one of debug, info"),
     ],

@@ -1,0 +1,33 @@
+"""Who makes a call, and whose cached prefixes it may share."""
+
+import hashlib
+import hmac
+from contextvars import ContextVar
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Caller:
+    tenant: str  # empty where callers have no identity
+    salt: bytes  # of the prefix tree: callers share cached pages only under one salt
+
+
+ANYONE = Caller(tenant="", salt=b"")
+
+_caller: ContextVar[Caller] = ContextVar("caller", default=ANYONE)
+
+
+def current_caller() -> Caller:
+    """The caller of the RPC that runs in this task."""
+    return _caller.get()
+
+
+def set_caller(caller: Caller) -> None:
+    """For the task of one RPC."""
+    _caller.set(caller)
+
+
+def group_salt(server_key: bytes, group: str) -> bytes:
+    """[32] bytes. Made here from a secret and never taken from a request, so that no client can
+    name another's salt (vLLM's CVE-2025-46570 is what a guessable one allows)."""
+    return hmac.digest(server_key, group.encode(), hashlib.sha256)

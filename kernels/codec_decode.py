@@ -11,10 +11,12 @@ from torch import Tensor
 
 from stemserve.kernels import codec_triton
 from stemserve.kernels.attention_state import AttentionState, LayerKV
-from stemserve.kernels.codec_pieces import divide, piece_tokens
+from stemserve.kernels.codec_division import Division, PieceCosts
+from stemserve.kernels.codec_pieces import DEFAULT_COSTS, DEFAULT_DIVISION, divide, piece_tokens
 from stemserve.kernels.codec_streams import tile_streams
 from stemserve.kernels.codec_tables import DeviceTables, HostTables, host_tables
 from stemserve.kernels.codec_tiles import STEP_TOKENS, TILE_ROWS
+from stemserve.kernels.eligibility import decode_refusal
 from stemserve.kernels.layout import AttentionLayout, HeadShape, int32
 from stemserve.kernels.strategy import Kernel, Part, Phase, Work
 
@@ -95,12 +97,18 @@ class CodecDecode:
     """
 
     kernel = Kernel.CODEC
-    phase = Phase.DECODE  # and PREFILL, where `refusal` lets several rows a segment pass
 
     def __init__(
-        self, shape: HeadShape, device: torch.device, numbers: DecodeNumbers, processors: int = 0
+        self,
+        shape: HeadShape,
+        device: torch.device,
+        numbers: DecodeNumbers,
+        processors: int = 0,  # CTAs that run at once on each KV head's share; 0 asks the device
+        *,
+        phase: Phase = Phase.DECODE,  # in PREFILL segments of any length and items pass too
+        division: Division = DEFAULT_DIVISION,
+        costs: PieceCosts = DEFAULT_COSTS,
     ) -> None:
-        """`processors`: CTAs that run at once on each KV head's share; 0 asks the device."""
         if shape.scale <= 0 or numbers.k_scale <= 0:
             raise ValueError(
                 "tree decode takes its maximum before scaling: scales must be positive"
@@ -108,6 +116,9 @@ class CodecDecode:
         self.shape = shape
         self.device = device
         self.numbers = numbers
+        self.phase = phase
+        self.division = division
+        self._costs = costs
         self._processors = processors
 
     @cached_property
@@ -129,18 +140,18 @@ class CodecDecode:
         return NARROW if head_bytes <= 256 else WIDE if head_bytes <= 512 else WIDEST
 
     def refusal(self, layout: AttentionLayout) -> str | None:
-        if layout.segment_is_item.any():
-            return "tree decode has no item segments"
+        if self.phase is Phase.DECODE and (reason := decode_refusal(layout)):
+            return reason
         if layout.page_size not in PAGE_SIZES:
             return f"tree decode takes pages of {PAGE_SIZES} tokens, not {layout.page_size}"
         if self.shape.group > TILE_ROWS:
             return f"a group of {self.shape.group} heads exceeds a tile of {TILE_ROWS} rows"
-        return _tail_refusal(layout)
+        return None
 
     def host_plan(self, layout: AttentionLayout) -> HostTables:
         group, bins = self.shape.group, self.bins
         streams = tile_streams(layout, group, bins, self.numbers.window)
-        pieces = divide(streams, group, layout.page_size, bins)
+        pieces = divide(streams, group, layout.page_size, bins, self._costs, self.division)
         return host_tables(layout, streams, pieces, group, bins)
 
     def work(self, layout: AttentionLayout) -> Work:
@@ -185,9 +196,21 @@ class CodecDecode:
             return
         if q.stride()[1:] != (self.shape.head_dim, 1):
             raise ValueError(f"the heads of a row of q must lie side by side; strides {q.stride()}")
+        if plan.tables.capacity.items:
+            self._check_own_rows(kv)
         self._read_tree(plan, q, kv, target)
         if plan.merges:
             self._merge(plan, target)
+
+    def _check_own_rows(self, kv: LayerKV) -> None:
+        for rows in (kv.k_rows, kv.v_rows):
+            if rows.dtype != kv.k_pages.dtype:
+                raise ValueError(
+                    f"own rows are {rows.dtype} and pages {kv.k_pages.dtype}; run items as stored"
+                    " segments where the pages have another dtype"
+                )
+            if rows.stride()[1:] != (self.shape.head_dim, 1):
+                raise ValueError(f"heads of own rows must lie side by side; {rows.stride()}")
 
     def _read_tree(self, plan: DecodePlan, q: Tensor, kv: LayerKV, target: AttentionState) -> None:
         tables, numbers, shape = plan.tables, self.numbers, self.shape
@@ -224,7 +247,7 @@ class CodecDecode:
             STAGES=self.launch.stages,
             SOFT_CAP=numbers.soft_cap > 0,
             WINDOW=numbers.window > 0,
-            HAS_ITEMS=False,
+            HAS_ITEMS=tables.capacity.items,
             WIDEN=numbers.dtype == torch.float32 or q.device.type == "cpu",
             num_warps=self.launch.warps,
             maxnreg=self.launch.registers,
@@ -252,22 +275,3 @@ class CodecDecode:
             BLOCK=block,
             num_warps=1,
         )
-
-
-def _tail_refusal(layout: AttentionLayout) -> str | None:
-    """Several rows a segment must be the last tokens of a node that no other segment reads."""
-    rows = layout.segment_rows
-    several = rows > 1
-    if not several.any():
-        return None
-    nodes = layout.segment_node[several]
-    if nodes.min() < 0 or bool((layout.node_tokens[nodes] < rows[several]).any()):
-        return "the rows of a segment are not all in its own node"
-    readers = [0] * layout.num_nodes
-    for segment in range(layout.num_segments):
-        for node in layout.chain(int(layout.segment_node[segment])):
-            readers[node] += 1
-    owners: list[int] = nodes.tolist()
-    if any(readers[node] > 1 for node in owners):
-        return "a segment of several rows shares its node with another segment"
-    return None

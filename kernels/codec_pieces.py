@@ -6,14 +6,13 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from stemserve.kernels.codec_division import Division, PieceCosts
 from stemserve.kernels.codec_streams import TileStreams
-from stemserve.kernels.codec_tiles import PAGE_BITS, STEP_TOKENS, TILE_ROWS
+from stemserve.kernels.codec_tiles import STEP_TOKENS, TILE_ROWS, loaded_tokens
 from stemserve.kernels.layout import Int32
 
-PIECE_STEPS = 128 / STEP_TOKENS  # what a piece costs beside its steps, in steps (H200)
-SLACK_STEPS = 0.7  # by which a bin may exceed the mean with further pieces' costs
-MERGE_STEPS = 128 / STEP_TOKENS  # what a merge costs, and for each MERGE_ROWS rows
 MERGE_ROWS = 512  # rows times group
+DEFAULT_COSTS, DEFAULT_DIVISION = PieceCosts(), Division()
 RECORD = 16  # fields of a piece record before its first pages; see `records`
 
 
@@ -37,6 +36,99 @@ class Pieces:
 Wide = list[tuple[int, int]]  # steps of a wide region, tiles that read it
 Cut = tuple[int, int, int, int]  # bin, tile, first step in its stream, steps
 WideCut = tuple[int, int, int, int, int]  # bin, region, first step in it, steps, which tile
+Cuts = tuple[list[WideCut], list[Cut]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Divider:
+    bins: int
+    costs: PieceCosts
+    division: Division
+
+    def share(self, wide: Wide, streams: list[int], rows: int) -> Cuts:
+        """Even pieces, or whole tiles where the merge that they save is worth uneven loads."""
+        if not self.division.split:
+            return [], self._whole_tiles(streams)[0]
+        of_wide, of_streams = self._even_pieces(wide, streams)
+        few = 5 * len(streams) < 3 * self.bins
+        if wide or few or not self.division.longest_first:
+            return of_wide, of_streams
+        load = [-self.costs.piece] * self.bins
+        for owner, _, _, steps in of_streams:
+            load[owner] += steps * STEP_TOKENS + self.costs.piece
+        merge = self.costs.merge * (MERGE_ROWS + rows) // MERGE_ROWS
+        whole, cost = self._whole_tiles(streams)
+        return [], whole if cost <= max(load) + merge else of_streams
+
+    def _whole_tiles(self, streams: list[int]) -> tuple[list[Cut], int]:
+        """Each tile to the emptiest bin, longest first; the pieces, and the fullest bin's cost.
+
+        If not longest first, the bins take turns.
+        """
+        heap = [(0, owner) for owner in range(self.bins)]
+        pieces: list[Cut] = []
+        tiles = [tile for tile in range(len(streams)) if streams[tile]]
+        if not self.division.longest_first:
+            turns = [(i % self.bins, tile, 0, streams[tile]) for i, tile in enumerate(tiles)]
+            return turns, 0
+        for tile in sorted(tiles, key=lambda tile: -streams[tile]):
+            load, owner = heapq.heappop(heap)
+            pieces.append((owner, tile, 0, streams[tile]))
+            load += streams[tile] * STEP_TOKENS + self.costs.piece
+            heapq.heappush(heap, (load, owner))
+        return pieces, max(load for load, _ in heap) - self.costs.piece
+
+    def _even_pieces(self, wide: Wide, streams: list[int]) -> Cuts:
+        """Pieces such that the fullest bin holds least: bisection, from what no division beats."""
+        total = sum(streams) + sum(steps * tiles for steps, tiles in wide)
+        longest = -(-max(streams, default=0) // self.division.max_splits)
+        low, width = max(2, -(-total // self.bins), longest), 1
+        best = self._fitting(wide, streams, low)
+        if best is not None:
+            return best
+        while best is None:  # `low` is too little
+            best = self._fitting(wide, streams, low + width)
+            low, width = (low + width, 2 * width) if best is None else (low, width)
+        high = low + width
+        while high - low > 1 + low // 256:
+            middle = (low + high) // 2
+            found = self._fitting(wide, streams, middle)
+            low, high, best = (middle, high, best) if found is None else (low, middle, found)
+        return best
+
+    def _fitting(self, wide: Wide, streams: list[int], most: int) -> Cuts | None:
+        """Pieces of about `most` steps a bin, or None if the bins do not hold them."""
+        of_wide = _cut_wide(wide, most)
+        free = self.bins - len(of_wide)
+        if free < 0 or free * most + sum(most - piece[3] for piece in of_wide) < sum(streams):
+            return None
+        full = most * STEP_TOKENS + self.costs.slack
+        room = [(full, self.bins - 1 - place) for place in range(free)]
+        room += [(full - self.costs.piece - piece[3] * STEP_TOKENS, piece[0]) for piece in of_wide]
+        of_streams = self._cut_streams(streams, [e for e in room if e[0] >= STEP_TOKENS])
+        return None if of_streams is None else (of_wide, of_streams)
+
+    def _cut_streams(self, streams: list[int], room: list[tuple[int, int]]) -> list[Cut] | None:
+        """Fill the bins (room in tokens, bin) with the tiles' streams; None if they are full."""
+        pieces: list[Cut] = []
+        bins = iter(room)
+        left, owner = 0, -1
+        for tile, steps in enumerate(streams):
+            start = 0
+            while start < steps:
+                rest = steps - start
+                if left < 2 * STEP_TOKENS and left < rest * STEP_TOKENS:
+                    left, owner = next(bins, (0, -1))
+                    if owner < 0:
+                        return None
+                    continue
+                take = min(rest, left // STEP_TOKENS)
+                if rest - take == 1 and take > 2:
+                    take -= 1  # no piece of one step
+                pieces.append((owner, tile, start, take))
+                left -= take * STEP_TOKENS + self.costs.piece
+                start += take
+        return pieces
 
 
 def _cut_wide(wide: Wide, most: int) -> list[WideCut]:
@@ -49,71 +141,6 @@ def _cut_wide(wide: Wide, most: int) -> list[WideCut]:
             owner = len(pieces)
             pieces += [(owner + tile, region, start, stop - start, tile) for tile in range(tiles)]
     return pieces
-
-
-def _cut_streams(streams: list[int], room: list[tuple[float, int]]) -> list[Cut] | None:
-    """Fill the bins (room in steps, bin) with the tiles' streams in turn; None if they are full."""
-    pieces: list[Cut] = []
-    bins = iter(room)
-    left, owner = 0.0, -1
-    for tile, steps in enumerate(streams):
-        start = 0
-        while start < steps:
-            rest = steps - start
-            if left < 2 and left < rest:
-                left, owner = next(bins, (0.0, -1))
-                if owner < 0:
-                    return None
-                continue
-            take = min(rest, int(left))
-            if rest - take == 1 and take > 2:
-                take -= 1  # no piece of one step
-            pieces.append((owner, tile, start, take))
-            left -= take + PIECE_STEPS
-            start += take
-    return pieces
-
-
-def _whole_tiles(streams: list[int], bins: int) -> tuple[list[Cut], float]:
-    """Longest first, each tile to the emptiest bin; the pieces and the cost of the fullest bin."""
-    heap = [(0.0, owner) for owner in range(bins)]
-    pieces: list[Cut] = []
-    for tile in sorted(range(len(streams)), key=lambda tile: -streams[tile]):
-        if streams[tile]:
-            load, owner = heapq.heappop(heap)
-            pieces.append((owner, tile, 0, streams[tile]))
-            heapq.heappush(heap, (load + streams[tile] + PIECE_STEPS, owner))
-    return pieces, max(load for load, _ in heap) - PIECE_STEPS
-
-
-def _even_pieces(wide: Wide, streams: list[int], bins: int) -> tuple[list[WideCut], list[Cut]]:
-    """Pieces of the wide regions and of the streams, such that the fullest bin holds least."""
-    total = sum(streams) + sum(steps * tiles for steps, tiles in wide)
-    most = max(2, -(-total // bins))
-    while True:
-        of_wide = _cut_wide(wide, most)
-        free = bins - len(of_wide)
-        if free * most + sum(most - piece[3] for piece in of_wide) >= sum(streams):
-            room = [(most + SLACK_STEPS, bins - 1 - place) for place in range(free)]
-            left = most + SLACK_STEPS - PIECE_STEPS
-            room += [(left - piece[3], piece[0]) for piece in of_wide]
-            of_streams = _cut_streams(streams, [entry for entry in room if entry[0] >= 1])
-            if free >= 0 and of_streams is not None:
-                return of_wide, of_streams
-        most += 1 + most // 256
-
-
-def _share(wide: Wide, streams: list[int], rows: int, bins: int) -> tuple[list[WideCut], list[Cut]]:
-    """Even pieces, or whole tiles where the merge that they save is worth their uneven loads."""
-    of_wide, of_streams = _even_pieces(wide, streams, bins)
-    if wide or 5 * len(streams) < 3 * bins:
-        return of_wide, of_streams
-    load = [-PIECE_STEPS] * bins
-    for owner, _, _, steps in of_streams:
-        load[owner] += steps + PIECE_STEPS
-    whole, cost = _whole_tiles(streams, bins)
-    even_cost = max(load) + MERGE_STEPS * (1 + rows / MERGE_ROWS)
-    return [], whole if cost <= even_cost else of_streams
 
 
 def _row_ranges(
@@ -131,14 +158,22 @@ def _row_ranges(
     return lows, highs
 
 
-def divide(streams: TileStreams, group: int, page_size: int, bins: int) -> Pieces:
+def divide(
+    streams: TileStreams,
+    group: int,
+    page_size: int,
+    bins: int,
+    costs: PieceCosts = DEFAULT_COSTS,
+    division: Division = DEFAULT_DIVISION,
+) -> Pieces:
     """Pieces of about equal cost for `bins` CTAs, and the merge table of their partial results."""
     region_steps = (streams.region_step[1:] - streams.region_step[:-1]).tolist()
     narrow, cuts = streams.num_wide, streams.cuts
     first_tile = cuts.searchsorted(streams.wide_low, "right") - 1
     copies = cuts.searchsorted(streams.wide_high, "left") - first_tile
     wide = list(zip(region_steps[:narrow], copies.tolist(), strict=True))
-    of_wide, of_streams = _share(wide, region_steps[narrow:], len(streams.rows) * group, bins)
+    divider = _Divider(bins=bins, costs=costs, division=division)
+    of_wide, of_streams = divider.share(wide, region_steps[narrow:], len(streams.rows) * group)
 
     pieces = np.empty((6, len(of_wide) + len(of_streams)), np.int32)
     if of_wide:
@@ -155,10 +190,10 @@ def divide(streams: TileStreams, group: int, page_size: int, bins: int) -> Piece
         rest[2] += streams.region_step[narrow + rest[1]]
         rest[4], rest[5] = _row_ranges(streams, rest[2], rest[3], STEP_TOKENS // page_size)
     order = pieces[0].argsort(kind="stable")
-    return _with_merge(pieces[:, order], len(streams.rows), group)
+    return with_merge(pieces[:, order], len(streams.rows), group)
 
 
-def _with_merge(pieces: Int32, rows: int, group: int) -> Pieces:
+def with_merge(pieces: Int32, rows: int, group: int) -> Pieces:
     owner, tile, first, steps, low, high = pieces
     count = np.bincount(low, minlength=rows + 1) - np.bincount(high, minlength=rows + 1)
     count = np.cumsum(count)[:rows]
@@ -232,7 +267,7 @@ def records(streams: TileStreams, pieces: Pieces, group: int, bins: int, per_ste
 def piece_tokens(streams: TileStreams, pieces: Pieces, page_size: int) -> Int32:
     """KV tokens that each piece reads."""
     loaded = np.zeros(len(streams.words) + 1, np.int32)
-    np.cumsum(streams.words >> PAGE_BITS, out=loaded[1:])
+    np.cumsum(loaded_tokens(streams.words), out=loaded[1:])
     per_step = STEP_TOKENS // page_size
     end = (pieces.first + pieces.steps) * per_step
     tokens: Int32 = loaded[end] - loaded[pieces.first * per_step]

@@ -9,14 +9,14 @@ from dataclasses import dataclass, fields
 import numpy as np
 from numpy.typing import NDArray
 
+from stemserve.kernels.codec_rows import RowRuns, row_runs
 from stemserve.kernels.codec_tiles import (
     CAUSAL,
     MASKED,
+    OWN_ROWS,
     PAGE_BITS,
     STEP_TOKENS,
     TILE_ROWS,
-    RowRuns,
-    row_runs,
     tile_cuts,
 )
 from stemserve.kernels.layout import AttentionLayout, Int32
@@ -33,7 +33,7 @@ class TileStreams:
     wide_low: Int32  # [wide] rows of the nodes with regions of their own
     wide_high: Int32  # [wide]
     region_step: Int32  # [wide + tiles + 1] first step of each region
-    run_node: Int32  # [runs] nodes of the runs in the streams
+    run_node: Int32  # [runs] nodes of the runs in the streams, -1: the step's own rows
     run_page: Int32  # [runs] first page of each in the streams
     run_pages: Int32  # [runs]
     run_low: Int32  # [runs] rows that see the run
@@ -65,25 +65,10 @@ def tile_streams(layout: AttentionLayout, group: int, bins: int, window: int = 0
     runs = row_runs(layout)
     starts = NOTHING
     if window:
-        starts = _window_starts(layout, runs.rows, window)
-        runs = _within_window(layout, runs, starts)
+        starts = np.maximum(0, runs.visible - window).astype(np.int32)
+        runs = _within_window(runs, starts, layout.page_size)
     place = _place_runs(runs, tile_cuts(runs, TILE_ROWS // group), layout.page_size, bins)
     return _lay_pages(layout, runs, place, group, starts)
-
-
-def _window_starts(layout: AttentionLayout, rows: Int32, window: int) -> Int32:
-    count = layout.segment_rows
-    seen = np.repeat(layout.chain_tokens - count + 1 - layout.segment_indptr[:-1], count)
-    seen += np.arange(layout.num_rows, dtype=np.int32)
-    starts: Int32 = np.maximum(0, seen[rows] - window).astype(np.int32)
-    return starts
-
-
-def _positions(layout: AttentionLayout, runs: RowRuns) -> Int32:
-    """Place in its chain of each run's first token."""
-    pages = runs.page - layout.node_page_indptr[runs.node]
-    positions: Int32 = layout.node_start[runs.node] + pages * layout.page_size
-    return positions
 
 
 def _over_rows(reduce: np.ufunc, values: Int32, low: Int32, high: Int32) -> Int32:
@@ -95,16 +80,17 @@ def _over_rows(reduce: np.ufunc, values: Int32, low: Int32, high: Int32) -> Int3
     return found
 
 
-def _within_window(layout: AttentionLayout, runs: RowRuns, starts: Int32) -> RowRuns:
+def _within_window(runs: RowRuns, starts: Int32, page_size: int) -> RowRuns:
     """Drop the pages that lie before the windows of all their rows."""
     if not len(runs.page):
         return runs
     first = _over_rows(np.minimum, starts, runs.low, runs.high)
-    drop = np.clip((first - _positions(layout, runs)) // layout.page_size, 0, runs.pages)
-    kept = {f.name: getattr(runs, f.name)[drop < runs.pages] for f in fields(runs)[1:]}
+    drop = np.clip((first - runs.position) // page_size, 0, runs.pages)
+    kept = {f.name: getattr(runs, f.name)[drop < runs.pages] for f in fields(runs)[2:]}
     drop = drop[drop < runs.pages]
     kept |= {"page": kept["page"] + drop, "pages": kept["pages"] - drop}
-    return RowRuns(rows=runs.rows, **kept)
+    kept |= {"position": kept["position"] + drop * page_size}
+    return RowRuns(rows=runs.rows, visible=runs.visible, **kept)
 
 
 def _place_runs(runs: RowRuns, cuts: Int32, page_size: int, bins: int) -> _Placement:
@@ -138,13 +124,13 @@ def _wide_runs(
     Shorter ones stay in the L2 cache until the last tile has read them: with two CTAs an SM,
     2 * bins steps are about 16 MB over all KV heads, for any number of these.
     """
-    steps = runs.pages * (page_size / STEP_TOKENS)
-    share = float((steps * span).sum()) / bins
-    long = steps > max(0.5 * share, 2.0 * bins)
+    tokens = runs.pages.astype(np.int64) * page_size
+    read = tokens * span
+    long = (2 * bins * tokens > read.sum()) & (tokens > 2 * bins * STEP_TOKENS)
     wide: NDArray[np.bool_] = (span > 1) & long & (2 * span <= bins) & (runs.causal == 0)
     candidates = np.flatnonzero(wide)
     if len(candidates) > 1:  # a CTA each at least, the largest first
-        candidates = candidates[np.argsort(-(steps * span)[candidates], kind="stable")]
+        candidates = candidates[np.argsort(-read[candidates], kind="stable")]
         wide[candidates[np.cumsum(span[candidates]) > bins]] = False
     return wide
 
@@ -191,16 +177,15 @@ def _lay_pages(
     pages = _place_pages(runs, place, STEP_TOKENS // page_size)
     counts, target = pages.counts, pages.target
     flat = np.arange(int(counts.sum()), dtype=np.int64)
-    source = np.repeat(runs.page[place.run] - pages.before, counts) + flat
     words, masks = (np.zeros(pages.num_places, np.int32) for _ in range(2))
-    words[target] = layout.node_pages[source] | np.int32(page_size << PAGE_BITS)
+    words[target] = _page_numbers(layout, runs, place, pages) | np.int32(page_size << PAGE_BITS)
     masks[target] = np.repeat(_row_masks(place, group) | page_size << 16, counts)
     _mark_last_pages(runs, place, pages.first + counts - 1, (words, masks), page_size)
     whole = TILE_ROWS << 8 | page_size << 16
     positions = NOTHING
     if len(starts):
         positions = np.zeros(pages.num_places, np.int32)
-        begin = _positions(layout, runs)[place.run] - pages.before * page_size
+        begin = runs.position[place.run] - pages.before * page_size
         positions[target] = np.repeat(begin, counts) + flat * page_size
         latest = _over_rows(np.maximum, starts, place.low, place.high)
         masks[target] |= (positions[target] < np.repeat(latest, counts)) * np.int32(MASKED)
@@ -221,6 +206,22 @@ def _lay_pages(
         positions=positions,
         starts=starts,
     )
+
+
+def _page_numbers(
+    layout: AttentionLayout, runs: RowRuns, place: _Placement, pages: _PagePlaces
+) -> Int32:
+    """Of all pages in the order of their runs: a page of the pool, or the first of own rows."""
+    counts = pages.counts
+    flat = np.arange(int(counts.sum()), dtype=np.int64)
+    source = np.repeat(runs.page[place.run] - pages.before, counts) + flat
+    is_own = runs.node[place.run] < 0
+    if not is_own.any():
+        return layout.node_pages[source]
+    own = np.repeat(is_own, counts)
+    number = source.astype(np.int32) | OWN_ROWS
+    number[~own] = layout.node_pages[source[~own]]
+    return number
 
 
 def _row_masks(place: _Placement, group: int) -> Int32:

@@ -24,11 +24,12 @@ class Capacity:
     columns: int  # partial results of a row
     partial_rows: int
     windowed: bool
+    items: bool  # some rows see rows of their own step
 
     def holds(self, other: "Capacity") -> bool:
         return (self.rows, self.windowed) == (other.rows, other.windowed) and all(
             getattr(self, name) >= getattr(other, name)
-            for name in ("records", "pages", "columns", "partial_rows")
+            for name in ("records", "pages", "columns", "partial_rows", "items")
         )
 
 
@@ -50,6 +51,7 @@ class HostTables:
             columns=self.pieces.merge.shape[1],
             partial_rows=self.pieces.partial_rows,
             windowed=len(self.streams.starts) > 0,
+            items=bool((self.streams.run_node < 0).any()),
         )
 
     @property
@@ -81,6 +83,7 @@ def with_room(size: Capacity) -> Capacity:
         columns=-(-size.columns // 8) * 8 if size.columns > 4 else 4,
         partial_rows=more(size.partial_rows, 256),
         windowed=size.windowed,
+        items=size.items,
     )
 
 
@@ -190,6 +193,7 @@ def _same_pages(old: AttentionLayout, new: AttentionLayout) -> bool:
         and np.array_equal(old.segment_indptr, new.segment_indptr)
         and np.array_equal(old.segment_node, new.segment_node)
         and bool((old.segment_rows == 1).all())
+        and not (old.segment_is_item.any() or new.segment_is_item.any())
         and bool((new.node_tokens >= old.node_tokens).all())
         and bool((-(-new.node_tokens // new.page_size) == np.diff(new.node_page_indptr)).all())
     )

@@ -4,7 +4,7 @@ import numpy as np
 import torch
 
 from stemserve.kernels.attention_state import LayerKV
-from stemserve.kernels.host_array import index_tensor
+from stemserve.kernels.host_array import device_tensor, index_tensor
 from stemserve.kernels.layout import AttentionLayout, HeadShape, int32
 
 PAGE = 16
@@ -17,6 +17,7 @@ def layout_of(
     segments: list[tuple[int, int]],
     page: int = PAGE,
     rng: np.random.Generator | None = None,
+    items: list[bool] | None = None,
 ) -> AttentionLayout:
     """`segments`: node and rows of each. Pages are in random order, pages of no node among them."""
     rng = rng or np.random.default_rng(0)
@@ -30,7 +31,7 @@ def layout_of(
         node_tokens=int32([tokens for _, tokens in nodes]),
         segment_indptr=int32(np.concatenate([[0], np.cumsum([rows for _, rows in segments])])),
         segment_node=int32([node for node, _ in segments]),
-        segment_is_item=np.zeros(len(segments), np.bool_),
+        segment_is_item=np.array(items or [False] * len(segments), np.bool_),
     )
 
 
@@ -67,8 +68,15 @@ def random_kv(
         stored[~filled] = torch.nan
         return stored.to(dtype).to(device)
 
-    rows = torch.empty((0, shape.kv_heads, shape.head_dim), dtype=dtype, device=device)
-    return LayerKV(poisoned(), poisoned(), rows, rows)
+    is_item = np.repeat(layout.segment_is_item, layout.segment_rows)
+
+    def own_rows() -> torch.Tensor:
+        """Part of a wider row, as in a fused projection; rows of stored segments hold NaN."""
+        rows = torch.randn((layout.num_rows, shape.kv_heads + 1, shape.head_dim)).to(dtype).float()
+        rows[~device_tensor(is_item, rows.device)] = torch.nan
+        return rows.to(dtype).to(device)[:, 1:]
+
+    return LayerKV(poisoned(), poisoned(), own_rows(), own_rows())
 
 
 def chain_slots(layout: AttentionLayout, segment: int, device: torch.device) -> torch.Tensor:

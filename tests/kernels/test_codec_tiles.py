@@ -34,7 +34,7 @@ FORESTS: dict[str, Nodes] = {
 
 
 def seen_tokens(layout: AttentionLayout, window: int = 0) -> list[list[int]]:
-    """For each row the page slots (page * page size + slot) that it sees."""
+    """For each row the page slots (page * page size + slot) that it sees; own row r is -1 - r."""
     rows: list[list[int]] = []
     for segment in range(layout.num_segments):
         slots: list[int] = []
@@ -42,7 +42,9 @@ def seen_tokens(layout: AttentionLayout, window: int = 0) -> list[list[int]]:
             tokens = np.arange(int(layout.node_tokens[node]))
             pages = layout.pages(node)[tokens // layout.page_size]
             slots += (pages * layout.page_size + tokens % layout.page_size).tolist()
-        count = int(layout.segment_rows[segment])
+        count, first = int(layout.segment_rows[segment]), int(layout.segment_indptr[segment])
+        if layout.segment_is_item[segment]:
+            slots += [-1 - row for row in range(first, first + count)]
         rows += [slots[: max(0, len(slots) - count + 1 + row)][-window:] for row in range(count)]
     return rows
 
@@ -62,7 +64,7 @@ def emulate(
             seen: list[list[int]] = [[] for _ in range(rows)]
             for at in range(first * per_step, (first + steps) * per_step):
                 word, mask = int(streams.words[at]), int(streams.masks[at])
-                number, loaded = word & ((1 << PAGE_BITS) - 1), word >> PAGE_BITS
+                number, loaded = word & ((1 << PAGE_BITS) - 1), word >> PAGE_BITS & 127
                 a, b, whole = mask & 255, mask >> 8 & 255, mask >> 16 & 127
                 begin = at // per_step * per_step
                 masked = int(streams.masks[begin : begin + per_step].max()) >= MASKED
@@ -75,7 +77,10 @@ def emulate(
                     if masked and len(streams.starts):
                         start = int(streams.starts[row0 + row // group])
                         skip = max(0, start - int(streams.positions[at]))
-                    seen[row] += range(number * page + skip, number * page + tokens)
+                    if word < 0:
+                        seen[row] += [-1 - number - token for token in range(skip, tokens)]
+                    else:
+                        seen[row] += range(number * page + skip, number * page + tokens)
             for row in range(low, high):
                 if not is_direct:
                     partial[int(offset) + row] = seen[row]
@@ -149,6 +154,26 @@ def test_segments_of_several_rows_are_causal(seed: int) -> None:
     nodes = [(p, t + 40 if n in leaves else t // PAGE * PAGE) for n, (p, t) in enumerate(nodes)]
     segments = [(node, int(rng.integers(1, 38))) for node in rng.permutation(leaves).tolist()]
     check(layout_of(nodes, segments, rng=rng), int(rng.choice([1, 4, 5])), int(rng.integers(1, 40)))
+
+
+def random_prefill(rng: np.random.Generator) -> AttentionLayout:
+    """Segments of every kind below any nodes, as long as they like, and some without rows."""
+    nodes = random_forest(rng, int(rng.integers(1, 20)))
+    inner = {parent for parent, _ in nodes}
+    nodes = [(p, t // PAGE * PAGE if n in inner else t) for n, (p, t) in enumerate(nodes)]
+    segments = [
+        (int(rng.integers(-1, len(nodes))), int(rng.choice([0, 1, 1, 2, 5, 16, 33, 70])))
+        for _ in range(int(rng.integers(1, 30)))
+    ]
+    items = [bool(rng.random() < 0.5) for _ in segments]
+    return layout_of(nodes, segments, rng=rng, items=items)
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_items_and_chunks_of_prefixes_share_a_forest(seed: int) -> None:
+    rng = np.random.default_rng([seed, 10])
+    group, bins = int(rng.choice([1, 4, 5, 8])), int(rng.integers(1, 40))
+    check(random_prefill(rng), group, bins, int(rng.choice([0, 0, 1, 30, 200])))
 
 
 @pytest.mark.parametrize("window", [1, 20, 100, 1000])

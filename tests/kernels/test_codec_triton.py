@@ -14,6 +14,7 @@ from tests.kernels.codec_forests import Nodes, chain_slots, layout_of, leaves_of
 from stemserve.kernels.attention_state import AttentionState, LayerKV
 from stemserve.kernels.codec_decode import PAGE_SIZES, CodecDecode, DecodeNumbers, DecodePlan
 from stemserve.kernels.layout import AttentionLayout, HeadShape
+from stemserve.kernels.strategy import Phase
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 ERROR = {torch.float32: 1e-6, torch.float16: 1e-3, torch.bfloat16: 6e-3}
@@ -32,11 +33,14 @@ def expected(
     lses: list[torch.Tensor] = []
     for segment in range(layout.num_segments):
         slots = chain_slots(layout, segment, DEVICE)
-        keys = kv.k_pages.flatten(0, 1)[slots].double().transpose(0, 1)
-        values = kv.v_pages.flatten(0, 1)[slots].double().transpose(0, 1)
         begin, end = (int(i) for i in layout.segment_indptr[segment : segment + 2])
+        own = slice(begin, end if layout.segment_is_item[segment] else begin)
+        keys, values = (
+            torch.cat([pages.flatten(0, 1)[slots].double(), rows[own].double()]).transpose(0, 1)
+            for pages, rows in ((kv.k_pages, kv.k_rows), (kv.v_pages, kv.v_rows))
+        )
         for row in range(begin, end):
-            seen = max(0, len(slots) - (end - 1 - row))
+            seen = max(0, keys.shape[1] - (end - 1 - row))
             rows = q[row].double().view(shape.kv_heads, shape.group, shape.head_dim)
             visible = slice(max(0, seen - window) if window else 0, seen)
             scores = rows @ keys[:, visible].transpose(1, 2) * shape.scale
@@ -80,7 +84,7 @@ def check(
 ) -> None:
     query_heads, kv_heads, dim = heads
     shape = HeadShape(query_heads=query_heads, kv_heads=kv_heads, head_dim=dim, scale=dim**-0.5)
-    decode = CodecDecode(shape, DEVICE, DecodeNumbers(dtype=dtype), bins)
+    decode = CodecDecode(shape, DEVICE, DecodeNumbers(dtype=dtype), bins, phase=Phase.PREFILL)
     assert decode.refusal(layout) is None
     kv = random_kv(layout, shape, dtype, DEVICE)
     # A row of q is part of a row of the fused projection.
@@ -166,6 +170,31 @@ def test_several_rows_a_segment_are_causal() -> None:
     check(layout_of(nodes, [(1, 18), (2, 5), (3, 1)]), (8, 2, 64))
 
 
+ITEMS: dict[str, tuple[Nodes, list[tuple[int, int, bool]]]] = {
+    "short items over a prefix": ([(-1, 70)], [(0, n, True) for n in (1, 4, 4, 3, 4)]),
+    "the prefix computed in the same step": ([(-1, 70)], [(0, 70, False), (0, 4, True)]),
+    "long items": ([(-1, 48)], [(0, 70, True), (0, 33, True)]),
+    "items under no prefix": ([], [(-1, 5, True), (-1, 20, True)]),
+    "a chunk over several nodes": (
+        [(-1, 32), (0, 16), (1, 9)],
+        [(2, 45, False), (1, 7, True), (0, 3, True), (1, 1, False), (2, 2, True)],
+    ),
+    "items beside decoding": ([(-1, 64), (0, 3)], [(1, 1, False), (0, 0, True), (0, 9, True)]),
+}
+
+
+@pytest.mark.parametrize("name", ITEMS)
+def test_items_see_their_chain_and_their_own_rows(name: str) -> None:
+    nodes, segments = ITEMS[name]
+    layout = layout_of(nodes, [s[:2] for s in segments], items=[s[2] for s in segments])
+    check(layout, (8, 2, 64))
+
+
+@pytest.mark.parametrize("page", PAGE_SIZES)
+def test_items_with_other_page_sizes_and_groups(page: int) -> None:
+    check(layout_of([(-1, 70)], [(0, 40), (0, 9)], page, items=[True] * 2), (5, 1, 80), bins=3)
+
+
 def test_a_soft_cap_bounds_the_scores() -> None:
     nodes: Nodes = [(-1, 80), (0, 20), (0, 5)]
     layout = layout_of(nodes, leaves_of(nodes))
@@ -180,11 +209,13 @@ def test_a_soft_cap_bounds_the_scores() -> None:
 @pytest.mark.parametrize("window", [1, 20, 64, 500])
 def test_a_window_hides_the_first_tokens(window: int) -> None:
     nodes: Nodes = [(-1, 80), (0, 20), (0, 5), (0, 48), (3, 37)]
-    layout = layout_of(nodes, [(1, 1), (4, 6), (2, 1)])
+    segments, items = [(1, 1), (4, 6), (2, 1), (2, 20), (0, 1)], [False, False, False, True, True]
+    layout = layout_of(nodes, segments, items=items)
     shape = HeadShape(query_heads=4, kv_heads=2, head_dim=64, scale=0.125)
     kv = random_kv(layout, shape, torch.float32, DEVICE)
-    q = torch.randn((8, 4, 64), device=DEVICE)
-    decode = CodecDecode(shape, DEVICE, DecodeNumbers(dtype=torch.float32, window=window), 3)
+    q = torch.randn((29, 4, 64), device=DEVICE)
+    numbers = DecodeNumbers(dtype=torch.float32, window=window)
+    decode = CodecDecode(shape, DEVICE, numbers, 3, phase=Phase.PREFILL)
     state = run_poisoned(decode, decode.plan(layout), q, kv)
     assert_close(state, expected(layout, q, kv, shape, window=window), 1e-5)
 
@@ -235,10 +266,26 @@ def test_another_layout_takes_over_a_plan() -> None:
 def test_refusals_name_the_reason() -> None:
     shape = HeadShape(query_heads=4, kv_heads=2, head_dim=64, scale=0.125)
     decode = CodecDecode(shape, DEVICE, DecodeNumbers(dtype=torch.float16), 4)
+    prefill = CodecDecode(shape, DEVICE, decode.numbers, 4, phase=Phase.PREFILL)
     nodes: Nodes = [(-1, 64), (0, 3)]
-    assert "pages" in str(decode.refusal(layout_of(nodes, [(1, 1)], page=4)))
-    assert "own node" in str(decode.refusal(layout_of(nodes, [(1, 5)])))
-    assert "shares" in str(decode.refusal(layout_of(nodes, [(1, 2), (1, 1)])))
+    for strategy in (decode, prefill):
+        assert "pages" in str(strategy.refusal(layout_of(nodes, [(1, 1)], page=4)))
+    several, item = layout_of(nodes, [(1, 5)]), layout_of(nodes, [(1, 1)], items=[True])
+    assert "not 5" in str(decode.refusal(several))
+    assert "item segments" in str(decode.refusal(item))
+    assert prefill.refusal(several) is None and prefill.refusal(item) is None
+
+
+def test_rows_of_another_number_format_than_the_pages_are_refused() -> None:
+    shape = HeadShape(query_heads=4, kv_heads=2, head_dim=64, scale=0.125)
+    numbers = DecodeNumbers(dtype=torch.float16)
+    decode = CodecDecode(shape, DEVICE, numbers, 4, phase=Phase.PREFILL)
+    layout = layout_of([(-1, 64)], [(0, 3)], items=[True])
+    kv = random_kv(layout, shape, torch.float16, DEVICE)
+    fp8 = kv._replace(k_pages=kv.k_pages.to(torch.float8_e4m3fn))
+    q = torch.randn((3, 4, 64)).half().to(DEVICE)
+    with pytest.raises(ValueError, match="own rows are"):
+        decode.run(decode.plan(layout), q, fp8)
 
 
 @pytest.mark.gpu

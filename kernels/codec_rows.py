@@ -47,21 +47,20 @@ def row_units(layout: AttentionLayout) -> RowUnits:
     parts: list[list[NDArray[np.integer]]] = [
         [one, layout.segment_node[one], first_row[one], rows[one], chain[one] + item]
     ]
-    segment = np.flatnonzero(several)
-    node, left, visible = layout.segment_node[segment], rows[segment], chain[segment]
+    owner = np.flatnonzero(several)
+    below, left, seen = layout.segment_node[owner], rows[owner], chain[owner]
     start = np.append(layout.node_start, np.int32(0))  # node -1 reads the last
     parent = np.append(layout.node_parent, np.int32(-1))
-    while len(segment):
-        here = np.where(node < 0, left, np.minimum(left, visible - start[node]))
-        row = first_row[segment] + left - here
-        unit = here > 0
-        columns = (segment, node, row, here, np.maximum(0, visible - here + 1))
-        parts.append([column[unit] for column in columns])
+    while len(owner):
+        here = np.where(below < 0, left, np.minimum(left, seen - start[below]))
+        last = first_row[owner] + left - here
+        columns = (owner, below, last, here, np.maximum(0, seen - here + 1))
+        parts.append([column[here > 0] for column in columns])
         go = left > here
-        segment, left = segment[go], (left - here)[go]
-        visible, node = start[node[go]], parent[node[go]]
-    columns = (np.concatenate(column) for column in zip(*parts, strict=True))
-    segment, node, row, count, visible = (column.astype(np.int32) for column in columns)
+        owner, left = owner[go], (left - here)[go]
+        seen, below = start[below[go]], parent[below[go]]
+    joined = (np.concatenate(column).astype(np.int32) for column in zip(*parts, strict=True))
+    segment, node, row, count, visible = joined
     order = np.argsort(segment, kind="stable")
     return RowUnits(
         node=node[order],

@@ -76,11 +76,13 @@ class AttentionLayout:
 
     @cached_property
     def node_start(self) -> Int32:  # [nodes] tokens of the chain before the node
-        start = np.zeros(self.num_nodes, np.int32)
-        for node, parent in enumerate(self.node_parent):
-            if parent >= 0:
-                start[node] = start[parent] + self.node_tokens[parent]
-        return start
+        # Of node -1 too, in the last place; each round doubles the ancestors that are counted.
+        start: Int32 = np.append(self.node_tokens, np.int32(0))[np.append(self.node_parent, -1)]
+        above = np.append(self.node_parent, np.int32(-1))
+        while above.max() >= 0:
+            start += start[above]
+            above = above[above]
+        return start[:-1]
 
     @cached_property
     def chain_tokens(self) -> Int32:  # [segments] length of each segment's chain

@@ -40,15 +40,16 @@ def strategies(
         CustomMaskAttention(shape, device),
         PagedAttention(shape, device),
         CascadeAttention(shape, device, Phase.DECODE),
-        _codec(shape, device, dtype) or CodecAttention(shape, device, costs, task_limits),
+        *(_codec(shape, device, dtype) or [CodecAttention(shape, device, costs, task_limits)]),
     )
     return {(strategy.phase, strategy.kernel): strategy for strategy in available}
 
 
-def _codec(shape: HeadShape, device: torch.device, dtype: torch.dtype) -> Strategy | None:
-    """Tree decode in Triton; None on a CPU, where Triton need not be installed."""
+def _codec(shape: HeadShape, device: torch.device, dtype: torch.dtype) -> Sequence[Strategy]:
+    """The tree kernel in Triton; nothing on a CPU, where Triton need not be installed."""
     if device.type != "cuda":
-        return None
+        return ()
     from stemserve.kernels.codec_decode import CodecDecode, DecodeNumbers
 
-    return CodecDecode(shape, device, DecodeNumbers(dtype=dtype))
+    numbers = DecodeNumbers(dtype=dtype)
+    return [CodecDecode(shape, device, numbers, phase=phase) for phase in Phase]

@@ -3,17 +3,19 @@
 import typer
 
 from stemserve.service.commands import prefixes as cli_prefixes
+from stemserve.service.commands.call import access_options
 from stemserve.service.commands.explain import explain
 from stemserve.service.commands.generate import generate
+from stemserve.service.commands.make_key import make_key
 from stemserve.service.commands.score import score
 from stemserve.service.commands.serve import serve, worker
 
 app = typer.Typer(
-    help="Score and generate with a language model over prefixes that requests share.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
+app.callback()(access_options)
 app.command(short_help="Start the server.")(serve)
 app.command(
     short_help="Run a worker alone, for a server elsewhere.",
@@ -27,6 +29,7 @@ app.command(short_help="Score many items that continue one text, or several.")(s
 app.command(short_help="Continue a prompt, with one or several samples.")(generate)
 app.add_typer(cli_prefixes.app, name="prefixes", short_help="Register, show, renew, release.")
 app.command(short_help="Show the prefix forest of a request and its costs.")(explain)
+app.command(short_help="Make a key for a caller.")(make_key)
 
 
 def main() -> None:

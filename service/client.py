@@ -17,6 +17,7 @@ from stemserve.proto.v1 import (
     prefixes_pb2_grpc,
 )
 from stemserve.service import client_decoding as decoding
+from stemserve.service.client_channel import PLAINTEXT, Access, open_channel
 from stemserve.service.client_errors import ClientError, client_error, status_error
 from stemserve.service.client_results import GenerateStep, Prefix, Scores
 from stemserve.service.packed_tokens import pack
@@ -55,9 +56,11 @@ class Client:
     `options` are fields of the request that have no argument of their own.
     """
 
-    def __init__(self, target: str, *, timeout_s: float | None = None) -> None:
-        """`timeout_s` is the deadline of each call."""
-        self._channel = grpc.aio.insecure_channel(target, options=OPTIONS)
+    def __init__(
+        self, target: str, *, timeout_s: float | None = None, access: Access = PLAINTEXT
+    ) -> None:
+        """`timeout_s` is the deadline of each call. Raises OSError if a file of `access` is bad."""
+        self._channel = open_channel(target, access, OPTIONS)
         self._timeout_s = timeout_s
         self._inference: Any = inference_pb2_grpc.InferenceStub(self._channel)
         self._prefixes: Any = prefixes_pb2_grpc.PrefixesStub(self._channel)

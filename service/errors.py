@@ -1,6 +1,7 @@
 """Every refusal of a request, and the one table that turns it into a gRPC status.
 
 RequestError
+├── Unauthenticated       no credential, or one that names no tenant
 ├── InvalidRequest        a field is wrong; the caller must change the request
 ├── PrefixNotFound        unknown, expired or released prefix id
 ├── PrefixExists          the asked-for id names other content
@@ -27,6 +28,12 @@ class InvalidRequest(RequestError):
         super().__init__(f"{field}: {problem}")
         self.field = field
         self.problem = problem
+
+
+class Unauthenticated(RequestError):
+    def __init__(self, message: str, *, reason: str) -> None:
+        super().__init__(message)
+        self.reason = reason  # of the metric
 
 
 class PrefixNotFound(RequestError):
@@ -72,6 +79,7 @@ class EngineFault(RequestError):
 
 
 STATUS: Mapping[type[RequestError], grpc.StatusCode] = {
+    Unauthenticated: grpc.StatusCode.UNAUTHENTICATED,
     InvalidRequest: grpc.StatusCode.INVALID_ARGUMENT,
     PrefixNotFound: grpc.StatusCode.NOT_FOUND,
     PrefixExists: grpc.StatusCode.ALREADY_EXISTS,

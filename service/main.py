@@ -21,12 +21,14 @@ from stemserve.service.calls.services import SERVICES, Services
 from stemserve.service.config import ServerConfig, ServiceConfig
 from stemserve.service.metrics import Metrics
 from stemserve.service.request import WorkerFacts
+from stemserve.service.serving.authentication import authentication
 from stemserve.service.serving.call_gate import CallGate
 from stemserve.service.serving.call_status import CallStatus
 from stemserve.service.serving.health import Health
 from stemserve.service.serving.metrics_port import metrics_port
 from stemserve.service.serving.server import BoundPorts, Servers
 from stemserve.service.serving.stop_signals import Stopped, StopSignals
+from stemserve.service.serving.tls import server_credentials
 from stemserve.service.text.tokenizer import Tokenizer
 from stemserve.service.workers.step_commands import Inbox
 from stemserve.service.workers.step_loop import StepLoop
@@ -70,7 +72,7 @@ class _Core:
         registry = CollectorRegistry()
         inbox: Inbox = queue.SimpleQueue()
         self.registry = registry
-        self.metrics = Metrics(registry)
+        self.metrics = Metrics(registry, tuple(config.tenants))
         self.health = Health(SERVICES, note_serving=self.metrics.ready)
         self.engine = ThreadedEngine(inbox)
         self.step_loop = StepLoop(
@@ -110,7 +112,12 @@ async def serve(
             config.server,
             max_message_bytes=config.limits.max_message_bytes,
             health=core.health,
-            interceptors=[CallStatus(core.metrics), gate],
+            interceptors=[
+                CallStatus(core.metrics),
+                *authentication(config.auth, config.tenants, core.metrics),
+                gate,
+            ],
+            credentials=server_credentials(config.tls),
         )
         servers.reflect(SERVICES)
         port = stack.enter_context(metrics_port(config.server, core.registry))

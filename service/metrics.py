@@ -6,6 +6,8 @@ from itertools import product
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from stemserve.proto.v1 import inference_pb2, worker_pb2
+from stemserve.service.access_config import UNNAMED
+from stemserve.service.caller import current_caller
 from stemserve.service.errors import (
     DeadlinePassed,
     InvalidRequest,
@@ -14,6 +16,7 @@ from stemserve.service.errors import (
     PrefixesFull,
     QueueFull,
     RequestError,
+    Unauthenticated,
 )
 from stemserve.service.request import JobTiming, JobUsage, Load, WorkerFacts
 
@@ -39,10 +42,12 @@ CODES = (
     "UNIMPLEMENTED",
     "INTERNAL",
     "UNAVAILABLE",
+    "UNAUTHENTICATED",
 )
-TENANT = "other"  # of callers that no configured tenant names
+AUTH_FAILURES = ("no_credential", "unknown_tenant", "bad_signature", "expired", "no_cert")
 PRIORITIES = ("low", "normal", "high")  # below, at and above 0
 REJECTIONS: Mapping[type[RequestError], str] = {
+    Unauthenticated: "unauthenticated",
     InvalidRequest: "invalid",
     QueueFull: "queue_full",
     NeverFits: "too_large",
@@ -62,20 +67,31 @@ UNSUPPORTED = "unsupported"
 class Metrics:
     """One update a request or step, never one an item. Safe from any thread."""
 
-    def __init__(self, registry: CollectorRegistry) -> None:
+    def __init__(self, registry: CollectorRegistry, tenants: Sequence[str] = ()) -> None:
+        """`tenants` are those that the configuration names; all other callers count together."""
         self._registry = registry
+        self._tenants = (*tenants, UNNAMED)
         self._make_request_instruments()
         self._make_token_instruments()
         self._make_step_instruments()
         self._make_state_instruments()
 
     def finished(self, method: str, code: str, seconds: float) -> None:
-        self._requests.labels(method, code, TENANT).inc()
+        self._requests.labels(method, code, self._tenant).inc()
         self._duration.labels(method).observe(seconds)
 
     def rejected(self, error: RequestError) -> None:
         if reason := REJECTIONS.get(type(error)):
-            self._rejected.labels(reason, TENANT).inc()
+            self._rejected.labels(reason, self._tenant).inc()
+
+    def unauthenticated(self, reason: str) -> None:
+        self._auth_failures.labels(reason).inc()
+        self._rejected.labels("unauthenticated", UNNAMED).inc()
+
+    @property
+    def _tenant(self) -> str:
+        """Of the RPC that runs in this task."""
+        return current_caller().tenant or UNNAMED
 
     def cancelled(self, phase: str, *, by_deadline: bool) -> None:
         self._cancelled.labels(phase, "deadline" if by_deadline else "client").inc()
@@ -162,7 +178,7 @@ class Metrics:
     def _make_request_instruments(self) -> None:
         methods = (*METHODS, *INFO_METHODS)
         self._requests = self._counter(
-            "requests", "RPCs finished", method=methods, code=CODES, tenant=(TENANT,)
+            "requests", "RPCs finished", method=methods, code=CODES, tenant=self._tenants
         )
         self._duration = self._histogram(
             "request_duration_seconds", "admission to last byte", RPC, method=methods
@@ -181,7 +197,10 @@ class Metrics:
             "admission_rejected",
             "rejected before scheduling",
             reason=tuple(dict.fromkeys(REJECTIONS.values())),
-            tenant=(TENANT,),
+            tenant=self._tenants,
+        )
+        self._auth_failures = self._counter(
+            "auth_failures", "calls without a valid credential", reason=AUTH_FAILURES
         )
         self._cancelled = self._counter(
             "requests_cancelled",

@@ -32,6 +32,7 @@ class ScoreJob:
     priority: int = 0  # higher first
     deadline: float | None = None  # time.monotonic() value
     salt: bytes = b""  # of the prefix tree: jobs share pages only under one salt
+    tenant: str = ""
     kernel: int = 0  # proto Kernel; 0: the cost model chooses
 
 
@@ -61,6 +62,7 @@ class GenerateJob:
     priority: int = 0
     deadline: float | None = None
     salt: bytes = b""
+    tenant: str = ""
     kernel: int = 0
 
 

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from stemserve.proto.v1 import inference_pb2
+from stemserve.service.caller import Caller
 from stemserve.service.calls.prefix_registry import PrefixRegistry
 from stemserve.service.calls.wire_tokens import check_known, decode_tokens
 from stemserve.service.request import Int32
@@ -22,9 +23,9 @@ class ContextEncoder:
         self._vocab_size = vocab_size
 
     async def encode(
-        self, field: str, contexts: Sequence[inference_pb2.Context], owner: str
+        self, field: str, contexts: Sequence[inference_pb2.Context], caller: Caller
     ) -> tuple[Int32, ...]:
-        starts = [self._start(context, owner) for context in contexts]
+        starts = [self._start(context, caller.tenant) for context in contexts]
         for index, context in enumerate(contexts):
             if context.tokens:
                 tokens = decode_tokens(f"{field}[{index}].tokens", context.tokens, self._vocab_size)

@@ -8,6 +8,7 @@ from dataclasses import replace
 from itertools import count
 
 from stemserve.proto.v1 import inference_pb2
+from stemserve.service.caller import Caller
 from stemserve.service.calls.generate_answer import GenerateAnswer
 from stemserve.service.calls.generation import GenerateEncoder
 from stemserve.service.calls.score_runner import passed, timing_message
@@ -38,22 +39,22 @@ class GenerateRunner:
         self._numbers = count()
 
     async def job(
-        self, request: inference_pb2.GenerateRequest, *, owner: str, deadline: float | None
+        self, request: inference_pb2.GenerateRequest, *, caller: Caller, deadline: float | None
     ) -> GenerateJob:
         # The client's id need not be unique.
         request_id = f"generate-{next(self._numbers)}:{request.request_id}"
         job = await self._encoder.encode(
-            request, owner, request_id=request_id, entropy=self._entropy()
+            request, caller, request_id=request_id, entropy=self._entropy()
         )
         return replace(job, deadline=deadline)
 
     async def run(
-        self, request: inference_pb2.GenerateRequest, *, owner: str, deadline: float | None
+        self, request: inference_pb2.GenerateRequest, *, caller: Caller, deadline: float | None
     ) -> Messages:
         """Raises RequestError. Closing it cancels the engine's job."""
         call = _RunningCall()
         try:
-            job = await self.job(request, owner=owner, deadline=deadline)
+            job = await self.job(request, caller=caller, deadline=deadline)
             call.tokenized, call.phase = time.monotonic(), "prefill"
             async with aclosing(self._follow(request, job, call)) as messages:
                 async for message in messages:

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from stemserve.proto.v1 import inference_pb2
+from stemserve.service.caller import Caller
 from stemserve.service.calls.context_encoder import ContextEncoder
 from stemserve.service.calls.generate_validation import check_generate, new_tokens, sample_count
 from stemserve.service.calls.wire_tokens import decode_ids
@@ -30,7 +31,12 @@ class GenerateEncoder:
         self._facts = facts
 
     async def encode(
-        self, request: inference_pb2.GenerateRequest, owner: str, *, request_id: str, entropy: int
+        self,
+        request: inference_pb2.GenerateRequest,
+        caller: Caller,
+        *,
+        request_id: str,
+        entropy: int,
     ) -> GenerateJob:
         """`entropy` is the seed where the request has none. Raises RequestError."""
         check_generate(request, self._limits, self._facts)
@@ -42,7 +48,7 @@ class GenerateEncoder:
         ends = eos_ids | frozenset(stop_ids.tolist())
         if request.min_new_tokens:
             _check_choice(banned_ids, ends, vocab_size)
-        (prompt,) = await self._contexts.encode("prompt", [request.prompt], owner)
+        (prompt,) = await self._contexts.encode("prompt", [request.prompt], caller)
         room = _room(prompt, self._facts.context_tokens)
         seed = request.sampling.seed if request.sampling.HasField("seed") else entropy
         samplers = tuple(
@@ -56,6 +62,8 @@ class GenerateEncoder:
             max_new_tokens=min(new_tokens(request), room),
             stop_ids=ends,
             priority=request.priority,
+            salt=caller.salt,
+            tenant=caller.tenant,
             kernel=request.kernel,
         )
 

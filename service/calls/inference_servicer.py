@@ -9,8 +9,8 @@ from functools import partial
 import grpc
 
 from stemserve.proto.v1 import inference_pb2, inference_pb2_grpc
+from stemserve.service.caller import current_caller
 from stemserve.service.calls.generate_runner import GenerateRunner
-from stemserve.service.calls.prefix_registry import ANYONE
 from stemserve.service.calls.score_runner import ScoreRunner
 from stemserve.service.calls.score_stream import Requests, ScoreStreamCalls
 from stemserve.service.errors import RequestError
@@ -37,7 +37,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         self, request: inference_pb2.ScoreRequest, context: Context
     ) -> inference_pb2.ScoreResponse:
         deadline = remaining_deadline(context)
-        return await self._score.run(request, owner=ANYONE, deadline=deadline)
+        return await self._score.run(request, caller=current_caller(), deadline=deadline)
 
     async def ScoreStream(
         self, request_iterator: Requests, context: Context
@@ -52,7 +52,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         self, request: inference_pb2.GenerateRequest, context: Context
     ) -> AsyncGenerator[inference_pb2.GenerateResponse, None]:
         deadline = remaining_deadline(context)
-        run = self._generate.run(request, owner=ANYONE, deadline=deadline)
+        run = self._generate.run(request, caller=current_caller(), deadline=deadline)
         async with aclosing(run) as messages:
             async for message in messages:
                 yield message
@@ -63,7 +63,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         """Counted as a Score call."""
         started, code = time.monotonic(), grpc.StatusCode.INTERNAL
         try:
-            response = await self._score.run(request, owner=ANYONE, deadline=deadline)
+            response = await self._score.run(request, caller=current_caller(), deadline=deadline)
             code = grpc.StatusCode.OK
             return response
         except asyncio.CancelledError:

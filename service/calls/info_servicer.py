@@ -3,17 +3,16 @@
 from dataclasses import asdict
 
 from stemserve.proto.v1 import info_pb2, info_pb2_grpc
+from stemserve.service.caller import current_caller
 from stemserve.service.calls.explanation import explained_step
 from stemserve.service.calls.generate_runner import GenerateRunner
-from stemserve.service.calls.prefix_registry import ANYONE, PrefixRegistry
+from stemserve.service.calls.prefix_registry import PrefixRegistry
 from stemserve.service.calls.score_runner import ScoreRunner
 from stemserve.service.engine import Engine
 from stemserve.service.errors import InvalidRequest
 from stemserve.service.limits import Limits
 from stemserve.service.request import GenerateJob, Job
 from stemserve.service.serving.call_status import Context, remaining_deadline
-
-NO_SALT = b""
 
 
 class InfoServicer(info_pb2_grpc.InfoServicer):
@@ -75,7 +74,7 @@ class InfoServicer(info_pb2_grpc.InfoServicer):
         steps = await self._engine.explain(job)
         explained = [explained_step(*step) for step in steps]
         contexts = (job.prompt,) if isinstance(job, GenerateJob) else job.contexts
-        cached = [await self._engine.resident_tokens(tokens, NO_SALT) for tokens in contexts]
+        cached = [await self._engine.resident_tokens(tokens, job.salt) for tokens in contexts]
         return info_pb2.ExplainResponse(
             steps=explained,
             cached_tokens=sum(cached),
@@ -83,11 +82,14 @@ class InfoServicer(info_pb2_grpc.InfoServicer):
         )
 
     async def _job(self, request: info_pb2.ExplainRequest, context: Context) -> Job:
+        caller = current_caller()
         match request.WhichOneof("request"):
             case "score":
-                return await self._score.job(request.score, owner=ANYONE)
+                return await self._score.job(request.score, caller=caller)
             case "generate":
                 deadline = remaining_deadline(context)
-                return await self._generate.job(request.generate, owner=ANYONE, deadline=deadline)
+                return await self._generate.job(
+                    request.generate, caller=current_caller(), deadline=deadline
+                )
             case _:
                 raise InvalidRequest("request", "set score or generate")

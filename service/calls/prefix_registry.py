@@ -11,7 +11,6 @@ import numpy as np
 from stemserve.service.errors import PrefixesFull, PrefixExists, PrefixNotFound
 from stemserve.service.request import Int32
 
-ANYONE = ""  # the owner while callers have no identity
 ID_BYTES = 12
 
 

@@ -8,8 +8,9 @@ from contextlib import contextmanager, suppress
 from itertools import count
 
 from stemserve.proto.v1 import inference_pb2, prefixes_pb2, prefixes_pb2_grpc
+from stemserve.service.caller import Caller, current_caller
 from stemserve.service.calls.context_encoder import ContextEncoder
-from stemserve.service.calls.prefix_registry import ANYONE, PrefixRegistry, RegisteredPrefix
+from stemserve.service.calls.prefix_registry import PrefixRegistry, RegisteredPrefix
 from stemserve.service.calls.scoring import context_job
 from stemserve.service.calls.validation import check_characters, check_id, check_tokens
 from stemserve.service.calls.wire_tokens import TOKEN_BYTES
@@ -21,7 +22,6 @@ from stemserve.service.serving.call_status import Context, remaining_deadline
 
 DEFAULT_PAGE = 100
 LARGEST_PAGE = 1_000
-NO_SALT = b""
 
 
 class PrefixesServicer(prefixes_pb2_grpc.PrefixesServicer):
@@ -44,32 +44,33 @@ class PrefixesServicer(prefixes_pb2_grpc.PrefixesServicer):
     async def Register(
         self, request: prefixes_pb2.RegisterRequest, context: Context
     ) -> prefixes_pb2.RegisterResponse:
-        deadline = remaining_deadline(context)
+        deadline, caller = remaining_deadline(context), current_caller()
         _check_register(request, self._limits)
-        tokens = await self._tokens(request)
+        tokens = await self._tokens(request, caller)
         prefix = self._registry.register(
-            ANYONE,
+            caller.tenant,
             request.prefix_id,
             tokens,
             parent_id=request.parent_prefix_id,
             ttl_s=request.ttl_seconds,
         )
-        with self._released_on_error(prefix):
+        with self._released_on_error(prefix, caller):
             if request.warm:
-                await self._warm(prefix, deadline)
+                await self._warm(prefix, caller, deadline)
             return prefixes_pb2.RegisterResponse(prefix=await self._message(prefix))
 
     async def Get(
         self, request: prefixes_pb2.GetRequest, context: Context
     ) -> prefixes_pb2.GetResponse:
-        prefix = self._registry.get(ANYONE, request.prefix_id)
+        prefix = self._registry.get(current_caller().tenant, request.prefix_id)
         return prefixes_pb2.GetResponse(prefix=await self._message(prefix))
 
     async def List(
         self, request: prefixes_pb2.ListRequest, context: Context
     ) -> prefixes_pb2.ListResponse:
         size = min(request.page_size or DEFAULT_PAGE, LARGEST_PAGE)
-        page = self._registry.page(ANYONE, after=request.page_token, count=size + 1)
+        tenant = current_caller().tenant
+        page = self._registry.page(tenant, after=request.page_token, count=size + 1)
         messages = await asyncio.gather(*map(self._message, page[:size]))
         more = len(page) > size
         return prefixes_pb2.ListResponse(
@@ -80,23 +81,24 @@ class PrefixesServicer(prefixes_pb2_grpc.PrefixesServicer):
         self, request: prefixes_pb2.RenewRequest, context: Context
     ) -> prefixes_pb2.RenewResponse:
         _check_ttl(request.ttl_seconds)
-        prefix = self._registry.renew(ANYONE, request.prefix_id, ttl_s=request.ttl_seconds)
+        tenant = current_caller().tenant
+        prefix = self._registry.renew(tenant, request.prefix_id, ttl_s=request.ttl_seconds)
         return prefixes_pb2.RenewResponse(prefix=await self._message(prefix))
 
     async def Release(
         self, request: prefixes_pb2.ReleaseRequest, context: Context
     ) -> prefixes_pb2.ReleaseResponse:
-        self._registry.release(ANYONE, request.prefix_id)
+        self._registry.release(current_caller().tenant, request.prefix_id)
         return prefixes_pb2.ReleaseResponse()
 
-    async def _tokens(self, request: prefixes_pb2.RegisterRequest) -> Int32:
+    async def _tokens(self, request: prefixes_pb2.RegisterRequest, caller: Caller) -> Int32:
         """The content is what a context of this parent and content would be."""
         content = inference_pb2.Context(prefix_id=request.parent_prefix_id)
         if request.tokens:
             content.tokens = request.tokens
         else:
             content.text = request.text
-        (tokens,) = await self._contexts.encode("content", [content], ANYONE)
+        (tokens,) = await self._contexts.encode("content", [content], caller)
         context_tokens = self._engine.facts.context_tokens
         if len(tokens) >= context_tokens:
             raise InvalidRequest(
@@ -106,30 +108,31 @@ class PrefixesServicer(prefixes_pb2_grpc.PrefixesServicer):
             )
         return tokens
 
-    async def _warm(self, prefix: RegisteredPrefix, deadline: float | None) -> None:
+    async def _warm(self, prefix: RegisteredPrefix, caller: Caller, deadline: float | None) -> None:
         request_id = f"warm-{next(self._numbers)}:{prefix.prefix_id}"
         await self._engine.score(
-            context_job(prefix.tokens, request_id=request_id, deadline=deadline)
+            context_job(prefix.tokens, caller, request_id=request_id, deadline=deadline)
         )
 
     @contextmanager
-    def _released_on_error(self, prefix: RegisteredPrefix) -> Generator[None]:
+    def _released_on_error(self, prefix: RegisteredPrefix, caller: Caller) -> Generator[None]:
         """A Register that fails has registered nothing: a retry must not add an owner."""
         try:
             yield
         except BaseException:
             # It may have expired, or others released it.
             with suppress(PrefixNotFound):
-                self._registry.release(ANYONE, prefix.prefix_id)
+                self._registry.release(caller.tenant, prefix.prefix_id)
             raise
 
     async def _message(self, prefix: RegisteredPrefix) -> prefixes_pb2.Prefix:
         expires_s = time.time() + prefix.expires_s - self._clock()
+        salt = current_caller().salt
         return prefixes_pb2.Prefix(
             prefix_id=prefix.prefix_id,
             parent_prefix_id=prefix.parent_id,
             token_count=len(prefix.tokens),
-            resident_tokens=await self._engine.resident_tokens(prefix.tokens, NO_SALT),
+            resident_tokens=await self._engine.resident_tokens(prefix.tokens, salt),
             ttl_seconds=prefix.ttl_s,
             expires_unix_seconds=expires_s if math.isfinite(expires_s) else 0.0,
         )

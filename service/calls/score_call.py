@@ -7,6 +7,7 @@ import grpc
 import numpy as np
 
 from stemserve.proto.v1 import inference_pb2
+from stemserve.service.caller import Caller
 from stemserve.service.limits import Limits
 from stemserve.service.packed_tokens import PackedTokens, join, repeat
 from stemserve.service.request import Int32
@@ -23,6 +24,7 @@ class Problem:
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class ScoreCall:
     request: inference_pb2.ScoreRequest
+    caller: Caller
     limits: Limits
     contexts: tuple[Int32, ...]
     items: PackedTokens

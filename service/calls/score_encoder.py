@@ -7,6 +7,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from stemserve.proto.v1 import inference_pb2
+from stemserve.service.caller import Caller
 from stemserve.service.calls.context_encoder import NO_TOKENS, ContextEncoder
 from stemserve.service.calls.score_call import Problem, ScoreCall
 from stemserve.service.calls.validation import check_count, check_score, check_tokens
@@ -36,11 +37,11 @@ class ScoreEncoder:
         self._limits = limits
         self._facts = facts
 
-    async def encode(self, request: inference_pb2.ScoreRequest, owner: str) -> ScoreCall:
+    async def encode(self, request: inference_pb2.ScoreRequest, caller: Caller) -> ScoreCall:
         """Raises RequestError. An item that is too long is an error of the item; the call is
         refused when a context leaves no room for any item, or every item is too long."""
         check_score(request, self._limits, self._facts)
-        contexts = await self._context_tokens(request, owner)
+        contexts = await self._context_tokens(request, caller)
         items = await self._items(request)
         query = await self._query(request)
         labels = await self._labels(request.label_probabilities)
@@ -51,6 +52,7 @@ class ScoreEncoder:
         check_tokens("items", tokens, self._limits)
         call = ScoreCall(
             request=request,
+            caller=caller,
             limits=self._limits,
             contexts=contexts,
             items=items,
@@ -63,11 +65,11 @@ class ScoreEncoder:
         return find_problems(call, self._facts.context_tokens)
 
     async def _context_tokens(
-        self, request: inference_pb2.ScoreRequest, owner: str
+        self, request: inference_pb2.ScoreRequest, caller: Caller
     ) -> tuple[Int32, ...]:
         text = "" if request.item_first else request.query
         contexts = request.contexts or [inference_pb2.Context(text=text)]
-        return await self._contexts.encode("contexts", contexts, owner)
+        return await self._contexts.encode("contexts", contexts, caller)
 
     async def _items(self, request: inference_pb2.ScoreRequest) -> PackedTokens:
         vocab_size = self._facts.vocab_size

@@ -5,6 +5,7 @@ import time
 from itertools import count
 
 from stemserve.proto.v1 import inference_pb2
+from stemserve.service.caller import Caller
 from stemserve.service.calls.score_answer import score_response
 from stemserve.service.calls.score_encoder import ScoreEncoder
 from stemserve.service.calls.scoring import ScorePlan, nothing_read, plan_score, score_job
@@ -23,12 +24,12 @@ class ScoreRunner:
         self._numbers = count()
 
     async def run(
-        self, request: inference_pb2.ScoreRequest, *, owner: str, deadline: float | None
+        self, request: inference_pb2.ScoreRequest, *, caller: Caller, deadline: float | None
     ) -> inference_pb2.ScoreResponse:
         """Raises RequestError."""
         started, phase = time.monotonic(), "queued"
         try:
-            plan = plan_score(await self._encoder.encode(request, owner))
+            plan = plan_score(await self._encoder.encode(request, caller))
             tokenized, phase = time.monotonic(), "prefill"
             result = await self._compute(plan, deadline)
         except asyncio.CancelledError:
@@ -41,9 +42,9 @@ class ScoreRunner:
         )
         return response
 
-    async def job(self, request: inference_pb2.ScoreRequest, *, owner: str) -> ScoreJob:
+    async def job(self, request: inference_pb2.ScoreRequest, *, caller: Caller) -> ScoreJob:
         """What `run` would compute."""
-        plan = plan_score(await self._encoder.encode(request, owner))
+        plan = plan_score(await self._encoder.encode(request, caller))
         return self._job(plan, deadline=None)
 
     async def _compute(self, plan: ScorePlan, deadline: float | None) -> ScoreResult:

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from stemserve.service.caller import Caller
 from stemserve.service.calls.class_scoring import ClassScoring
 from stemserve.service.calls.label_scoring import LabelScoring
 from stemserve.service.calls.likelihood_scoring import LikelihoodScoring
@@ -51,11 +52,15 @@ def score_job(plan: ScorePlan, *, request_id: str, deadline: float | None) -> Sc
         classify=reads.classify,
         priority=plan.call.request.priority,
         deadline=deadline,
+        salt=plan.call.caller.salt,
+        tenant=plan.call.caller.tenant,
         kernel=plan.call.request.kernel,
     )
 
 
-def context_job(tokens: Int32, *, request_id: str, deadline: float | None) -> ScoreJob:
+def context_job(
+    tokens: Int32, caller: Caller, *, request_id: str, deadline: float | None
+) -> ScoreJob:
     """Computes one context and reads nothing."""
     return ScoreJob(
         request_id=request_id,
@@ -68,6 +73,8 @@ def context_job(tokens: Int32, *, request_id: str, deadline: float | None) -> Sc
         gather_indptr=np.zeros(1, dtype=np.int32),
         gather_ids=NO_IDS,
         deadline=deadline,
+        salt=caller.salt,
+        tenant=caller.tenant,
     )
 
 

@@ -2,14 +2,17 @@
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from contextvars import ContextVar
+from pathlib import Path
 from typing import Annotated, TypeVar
 
 import grpc
 import typer
 
 from stemserve.service.client import OPTIONS
+from stemserve.service.client_channel import PLAINTEXT, Access, open_channel
 from stemserve.service.client_errors import client_error
-from stemserve.service.commands.failure import fail_call
+from stemserve.service.commands.failure import fail, fail_call
 
 T = TypeVar("T")
 Channel = grpc.aio.Channel
@@ -22,6 +25,42 @@ AsJson = Annotated[
 SERVER = "127.0.0.1:50051"
 TIMEOUT_S = 300.0
 
+_access: ContextVar[Access] = ContextVar("access", default=PLAINTEXT)
+
+
+def access_options(
+    api_key: Annotated[
+        str | None,
+        typer.Option(
+            envvar="STEMSERVE_API_KEY",
+            show_envvar=True,
+            metavar="KEY",
+            help="Key or token to call with; better in the environment than here.",
+        ),
+    ] = None,
+    tls: Annotated[
+        bool, typer.Option("--tls", envvar="STEMSERVE_TLS", help="Call over TLS.")
+    ] = False,
+    ca: Annotated[
+        Path | None,
+        typer.Option(envvar="STEMSERVE_CA", help="Authority of the server's certificate, PEM."),
+    ] = None,
+    certificate: Annotated[
+        Path | None, typer.Option(envvar="STEMSERVE_CERTIFICATE", help="Own certificate, PEM.")
+    ] = None,
+    private_key: Annotated[
+        Path | None, typer.Option(envvar="STEMSERVE_PRIVATE_KEY", help="And its key, PEM.")
+    ] = None,
+) -> None:
+    """Score and generate with a language model over prefixes that requests share."""
+    try:
+        access = Access(
+            key=api_key, tls=tls, ca=ca, certificate=certificate, private_key=private_key
+        )
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from error
+    _access.set(access)
+
 
 def call(server: str, work: Callable[[Channel], Awaitable[T]]) -> T:
     """The result of `work` on a channel to the server; a failed call ends the command."""
@@ -29,10 +68,12 @@ def call(server: str, work: Callable[[Channel], Awaitable[T]]) -> T:
         raise typer.BadParameter(f"--server {server!r} has no port; give HOST:PORT, as {SERVER}")
     try:
         return asyncio.run(_with_channel(server, work))
+    except OSError as error:
+        fail(f"{error.filename}: {error.strerror}")
     except grpc.aio.AioRpcError as error:
         fail_call(client_error(error), server)
 
 
 async def _with_channel(server: str, work: Callable[[Channel], Awaitable[T]]) -> T:
-    async with grpc.aio.insecure_channel(server, options=OPTIONS) as channel:
+    async with open_channel(server, _access.get(), OPTIONS) as channel:
         return await work(channel)

@@ -12,6 +12,7 @@ ADVICE = {
     grpc.StatusCode.UNAVAILABLE: "is a server running there? `stemserve serve` starts one",
     grpc.StatusCode.DEADLINE_EXCEEDED: "allow more time with --timeout",
     grpc.StatusCode.RESOURCE_EXHAUSTED: "send less at once",
+    grpc.StatusCode.UNAUTHENTICATED: "give --api-key or STEMSERVE_API_KEY",
     grpc.StatusCode.NOT_FOUND: "`stemserve prefixes list` shows those there are",
     grpc.StatusCode.INTERNAL: "see the server's log",
 }

@@ -37,7 +37,9 @@ class Servers:
         max_message_bytes: int,
         health: Health,
         interceptors: Sequence[grpc.aio.ServerInterceptor],
+        credentials: grpc.ServerCredentials | None = None,
     ) -> None:
+        """`credentials` None: plaintext."""
         options = _options(max_message_bytes)
         self.rpc = grpc.aio.server(interceptors=interceptors, options=options)
         self._health = grpc.aio.server(options=options)
@@ -45,7 +47,7 @@ class Servers:
             server.add_generic_rpc_handlers((health.handler(),))
         self.ports = BoundPorts(
             host=config.host,
-            port=_bind(self.rpc, config.host, config.port, "--port"),
+            port=_bind(self.rpc, config.host, config.port, "--port", credentials),
             health_port=_bind(self._health, config.host, config.health_port, "--health-port"),
         )
 
@@ -78,11 +80,19 @@ def _options(max_message_bytes: int) -> list[tuple[str, Any]]:
     ]
 
 
-def _bind(server: grpc.aio.Server, host: str, port: int, option: str) -> int:
+def _bind(
+    server: grpc.aio.Server,
+    host: str,
+    port: int,
+    option: str,
+    credentials: grpc.ServerCredentials | None = None,
+) -> int:
+    address = f"{host}:{port}"
     try:
-        bound = server.add_insecure_port(f"{host}:{port}")
+        if credentials is not None:
+            return server.add_secure_port(address, credentials)
+        return server.add_insecure_port(address)
     except RuntimeError as error:
         raise PortInUse(
-            f"cannot listen on {host}:{port}: is another server running? choose another {option}"
+            f"cannot listen on {address}: is another server running? choose another {option}"
         ) from error
-    return bound

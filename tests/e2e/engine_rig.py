@@ -15,10 +15,11 @@ from prometheus_client import CollectorRegistry
 from stemserve.proto.v1 import inference_pb2, worker_pb2
 from stemserve.service.batching.batcher import Batcher, BatcherLimits
 from stemserve.service.batching.explain_plan import ExplainedPlan
+from stemserve.service.caller import ANYONE
 from stemserve.service.calls.context_encoder import ContextEncoder
 from stemserve.service.calls.generate_runner import GenerateRunner
 from stemserve.service.calls.generation import GenerateEncoder
-from stemserve.service.calls.prefix_registry import ANYONE, PrefixRegistry, RegistryBounds
+from stemserve.service.calls.prefix_registry import PrefixRegistry, RegistryBounds
 from stemserve.service.calls.score_encoder import ScoreEncoder
 from stemserve.service.calls.score_runner import ScoreRunner
 from stemserve.service.errors import RequestError
@@ -260,9 +261,9 @@ class EngineRig:
     async def _call(self, request: Request) -> Answer:
         try:
             if isinstance(request, inference_pb2.ScoreRequest):
-                return await self._score.run(request, owner=ANYONE, deadline=None)
+                return await self._score.run(request, caller=ANYONE, deadline=None)
             generated = Generated()
-            async for message in self._generate.run(request, owner=ANYONE, deadline=None):
+            async for message in self._generate.run(request, caller=ANYONE, deadline=None):
                 generated.add(message)
             return generated
         except RequestError as error:

@@ -6,6 +6,7 @@ import numpy as np
 from tests.service.bigram_engine import BigramEngine
 
 from stemserve.proto.v1 import inference_pb2
+from stemserve.service.caller import ANYONE
 from stemserve.service.calls.score_answer import score_response
 from stemserve.service.calls.score_call import ScoreCall
 from stemserve.service.calls.score_encoder import find_problems
@@ -34,6 +35,7 @@ def make_call(
 ) -> ScoreCall:
     call = ScoreCall(
         request=request,
+        caller=ANYONE,
         limits=Limits(),
         contexts=tuple(contexts),
         items=pack(list(items)),

@@ -1,6 +1,6 @@
 """The public services over a bigram engine, on a real socket."""
 
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -11,11 +11,17 @@ from tests.service.bigram_engine import BigramEngine
 from tokenizers import AddedToken, decoders, models, pre_tokenizers
 from tokenizers import Tokenizer as Encoder
 
-from stemserve.service.calls.services import Services
+from stemserve.service.access_config import AuthConfig, TenantConfig, TlsConfig
+from stemserve.service.calls.services import SERVICES, Services
 from stemserve.service.client import OPTIONS, Client
+from stemserve.service.client_channel import PLAINTEXT, Access, open_channel
 from stemserve.service.limits import Limits
 from stemserve.service.metrics import Metrics
+from stemserve.service.serving import reflection
+from stemserve.service.serving.authentication import authentication
 from stemserve.service.serving.call_status import CallStatus
+from stemserve.service.serving.health import Health
+from stemserve.service.serving.tls import server_credentials
 from stemserve.service.text.token_bytes import token_bytes
 from stemserve.service.text.tokenizer import Encoders, Tokenizer
 
@@ -70,15 +76,24 @@ async def serving(
     tokenizer: Tokenizer | None = None,
     *,
     limits: Limits | None = None,
+    auth: AuthConfig | None = None,
+    tls: TlsConfig | None = None,
+    tenants: Mapping[str, TenantConfig] | None = None,
+    access: Access = PLAINTEXT,  # of the client and channel that are yielded
 ) -> AsyncGenerator[Served, None]:
     limits = limits or Limits()
     registry = CollectorRegistry()
-    metrics = Metrics(registry)
+    tenants = tenants or {}
+    metrics = Metrics(registry, tuple(tenants))
     options = [
         ("grpc.max_receive_message_length", limits.max_message_bytes),
         ("grpc.max_send_message_length", limits.max_message_bytes),
     ]
-    server = grpc.aio.server(interceptors=[CallStatus(metrics)], options=options)
+    guard = authentication(auth or AuthConfig(), tenants, metrics)
+    server = grpc.aio.server(interceptors=[CallStatus(metrics), *guard], options=options)
+    server.add_generic_rpc_handlers(reflection.handlers(SERVICES))
+    server.add_generic_rpc_handlers((Health(SERVICES, note_serving=metrics.ready).handler(),))
+    credentials = server_credentials(tls or TlsConfig())
     with ThreadPoolExecutor(1) as executor:
         Services(
             engine,
@@ -88,9 +103,17 @@ async def serving(
             limits=limits,
             metrics=metrics,
         ).add_to(server)
-        target = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
+        address = "127.0.0.1:0"
+        if credentials is None:
+            port = server.add_insecure_port(address)
+        else:
+            port = server.add_secure_port(address, credentials)
+        target = f"localhost:{port}"
         await server.start()
-        async with Client(target) as client, grpc.aio.insecure_channel(target, OPTIONS) as channel:
+        async with (
+            Client(target, access=access) as client,
+            open_channel(target, access, OPTIONS) as channel,
+        ):
             yield Served(
                 target=target, client=client, channel=channel, engine=engine, registry=registry
             )

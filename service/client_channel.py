@@ -1,0 +1,67 @@
+"""Open a channel to a server: plaintext or TLS, with a key or token if callers are told apart."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import grpc
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Access:
+    """How a client proves who it is, and whom it believes."""
+
+    key: str | None = None  # a static key, or a signed token
+    tls: bool = False
+    ca: Path | None = None  # PEM; believe servers that this signed, not the system's authorities
+    certificate: Path | None = None  # PEM, of this client
+    private_key: Path | None = None
+
+    def __post_init__(self) -> None:
+        if (self.certificate is None) != (self.private_key is None):
+            raise ValueError("a client certificate needs its private key: give both")
+
+    @property
+    def encrypts(self) -> bool:
+        return self.tls or self.ca is not None or self.certificate is not None
+
+
+PLAINTEXT = Access()
+
+
+def open_channel(
+    target: str, access: Access, options: Sequence[tuple[str, Any]]
+) -> grpc.aio.Channel:
+    """Raises OSError if a file of `access` cannot be read."""
+    interceptors: list[Any] = [] if access.key is None else _bearers(access.key)
+    if not access.encrypts:
+        return grpc.aio.insecure_channel(target, options, interceptors=interceptors)
+    credentials = grpc.ssl_channel_credentials(
+        _content(access.ca), _content(access.private_key), _content(access.certificate)
+    )
+    return grpc.aio.secure_channel(target, credentials, options, interceptors=interceptors)
+
+
+def _content(path: Path | None) -> bytes | None:
+    return None if path is None else path.read_bytes()
+
+
+def _bearers(key: str) -> list[Any]:
+    """gRPC wants an interceptor of its own for each kind of call."""
+    kinds = ("unary_unary", "unary_stream", "stream_stream")
+    bases: Sequence[Any] = (
+        grpc.aio.UnaryUnaryClientInterceptor,
+        grpc.aio.UnaryStreamClientInterceptor,
+        grpc.aio.StreamStreamClientInterceptor,
+    )
+    header = ("authorization", f"Bearer {key}")
+
+    async def intercept(_: Any, continuation: Any, details: Any, request: Any) -> Any:
+        metadata = grpc.aio.Metadata(*(details.metadata or ()), header)
+        return await continuation(details._replace(metadata=metadata), request)
+
+    return [
+        type(f"Bearer_{kind}", (base,), {f"intercept_{kind}": intercept})()
+        for kind, base in zip(kinds, bases, strict=True)
+    ]

@@ -1,0 +1,182 @@
+"""Nothing but health is answered without a credential, and tenants see nothing of each other."""
+
+import hashlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+from google.protobuf import descriptor
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from tests.service.bigram_engine import BigramEngine, random_bigrams
+from tests.service.serving import BYTE_VOCABULARY, Served, serving
+
+from stemserve.proto.v1 import inference_pb2, info_pb2, prefixes_pb2
+from stemserve.service.access_config import (
+    AuthConfig,
+    JwtConfig,
+    TenantConfig,
+    TlsConfig,
+    check_access,
+)
+from stemserve.service.client import Client
+from stemserve.service.client_channel import Access
+from stemserve.service.client_errors import ClientError
+from stemserve.service.config_error import ConfigError
+from stemserve.service.serving.reflection import V1, V1ALPHA
+
+KEYS = {"search": "key-of-search", "mail": "key-of-mail", "next": "key-of-next"}
+TENANTS = {
+    name: TenantConfig(
+        key_sha256=(hashlib.sha256(key.encode()).hexdigest(),),
+        group="web" if name != "mail" else "",
+    )
+    for name, key in KEYS.items()
+}
+BY_KEY = AuthConfig(mode="keys")
+MODE = inference_pb2.LogLikelihood()
+
+
+def byte_engine() -> BigramEngine:
+    return BigramEngine(random_bigrams(BYTE_VOCABULARY))
+
+
+def methods() -> Iterator[tuple[str, bool]]:
+    """Every method of the public services and of reflection, and whether it takes a stream."""
+    for file in (inference_pb2, prefixes_pb2, info_pb2):
+        services: dict[str, descriptor.ServiceDescriptor] = file.DESCRIPTOR.services_by_name
+        for service in services.values():
+            for method in service.methods:
+                yield f"/{service.full_name}/{method.name}", bool(method.client_streaming)
+    for name in (V1, V1ALPHA):
+        yield f"/{name}/ServerReflectionInfo", True
+
+
+async def code_of(channel: Any, method: str, *, streams: bool) -> grpc.StatusCode:
+    """The status of a call with an empty request."""
+    try:
+        if streams:
+            call = channel.stream_stream(method)(iter([b""]))
+        else:
+            call = channel.unary_stream(method)(b"")
+        async for _ in call:
+            break
+    except grpc.aio.AioRpcError as error:
+        return error.code()
+    return grpc.StatusCode.OK
+
+
+@pytest.mark.parametrize("key", [None, "wrong", "", "key-of-search "[:-2]])
+async def test_every_method_refuses_a_call_without_a_known_key(key: str | None) -> None:
+    access = Access(key=key)
+    async with serving(byte_engine(), auth=BY_KEY, tenants=TENANTS, access=access) as served:
+        for method, streams in methods():
+            code = await code_of(served.channel, method, streams=streams)
+            assert code is grpc.StatusCode.UNAUTHENTICATED, method
+        reason = "no_credential" if key is None else "unknown_tenant"
+        count = served.metric("auth_failures_total", reason=reason)
+        assert count == len(list(methods()))
+
+
+async def test_with_a_key_no_method_is_unauthenticated() -> None:
+    access = Access(key=KEYS["search"])
+    async with serving(byte_engine(), auth=BY_KEY, tenants=TENANTS, access=access) as served:
+        for method, streams in methods():
+            code = await code_of(served.channel, method, streams=streams)
+            assert code is not grpc.StatusCode.UNAUTHENTICATED, method
+            assert code is not grpc.StatusCode.UNKNOWN, method
+
+
+async def test_health_needs_no_credential() -> None:
+    async with serving(byte_engine(), auth=BY_KEY, tenants=TENANTS) as served:
+        stub: Any = health_pb2_grpc.HealthStub(served.channel)
+        assert await stub.Check(health_pb2.HealthCheckRequest())
+
+
+async def test_a_refusal_says_what_to_send_and_not_what_was_close() -> None:
+    async with serving(byte_engine(), auth=BY_KEY, tenants=TENANTS) as served:
+        with pytest.raises(ClientError, match="authorization: Bearer") as refused:
+            await served.client.score(["a"], MODE, query="q")
+        assert refused.value.reason == "UNAUTHENTICATED"
+
+
+async def as_tenant(served: Served, name: str) -> Client:
+    return Client(served.target, access=Access(key=KEYS[name]))
+
+
+async def test_an_id_of_another_tenant_looks_like_one_that_nobody_registered() -> None:
+    async with serving(byte_engine(), auth=BY_KEY, tenants=TENANTS) as served:
+        search, mail = await as_tenant(served, "search"), await as_tenant(served, "mail")
+        async with search, mail:
+            request = prefixes_pb2.RegisterRequest(text="a shared text", prefix_id="mine")
+            prefix = await search.register(request)
+            assert [p.prefix_id for p in await search.list_prefixes()] == ["mine"]
+            assert await mail.list_prefixes() == ()
+            for use in (mail.get_prefix, mail.release_prefix, mail.renew_prefix):
+                messages: list[str] = []
+                for prefix_id in (prefix.prefix_id, "never"):
+                    with pytest.raises(ClientError) as refused:
+                        await use(prefix_id)
+                    assert refused.value.code is grpc.StatusCode.NOT_FOUND
+                    messages.append(str(refused.value).replace(prefix_id, ""))
+                assert messages[0] == messages[1]
+            context = inference_pb2.Context(prefix_id="mine")
+            with pytest.raises(ClientError) as refused:
+                await mail.score(["a"], MODE, contexts=[context])
+            assert refused.value.code is grpc.StatusCode.NOT_FOUND
+            assert await search.score(["a"], MODE, contexts=[context])
+
+
+async def test_tenants_share_cached_pages_within_a_group_only() -> None:
+    engine = byte_engine()
+    async with serving(engine, auth=BY_KEY, tenants=TENANTS) as served:
+        for name in KEYS:
+            async with await as_tenant(served, name) as client:
+                await client.score(["a"], MODE, query="the same")
+    jobs = {job.tenant: job for job in engine.jobs}
+    assert len(jobs["search"].salt) == 32
+    assert jobs["search"].salt == jobs["next"].salt
+    assert jobs["search"].salt != jobs["mail"].salt
+
+
+async def test_requests_are_counted_by_tenant() -> None:
+    access = Access(key=KEYS["mail"])
+    async with serving(byte_engine(), auth=BY_KEY, tenants=TENANTS, access=access) as served:
+        await served.client.score(["a"], MODE, query="q")
+        assert served.metric("requests_total", method="score", code="OK", tenant="mail") == 1
+        assert served.metric("requests_total", method="score", code="OK", tenant="search") == 0
+
+
+@pytest.mark.parametrize(
+    ("auth", "tls", "tenants", "problem"),
+    [
+        (AuthConfig(), TlsConfig(), TENANTS, "tenants need auth.mode"),
+        (BY_KEY, TlsConfig(), {}, "needs at least one table"),
+        (BY_KEY, TlsConfig(), {"a": TenantConfig()}, "tenants.a.key_sha256 is empty"),
+        (BY_KEY, TlsConfig(), {"A!": TENANTS["mail"]}, "a name has up to 63"),
+        (BY_KEY, TlsConfig(), {"other": TENANTS["mail"]}, "is not 'other'"),
+        (BY_KEY, TlsConfig(), {"a": TENANTS["mail"], "b": TENANTS["mail"]}, "have the same"),
+        (AuthConfig(mode="mtls"), TlsConfig(), TENANTS, "needs tls.client_ca"),
+    ],
+)
+def test_settings_of_access_that_cannot_work_are_named(
+    auth: AuthConfig, tls: TlsConfig, tenants: dict[str, TenantConfig], problem: str
+) -> None:
+    with pytest.raises(ConfigError, match=problem):
+        check_access(auth, tls, tenants)
+
+
+def test_bad_files_and_hashes_are_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"tls.certificate .*none.pem is not a file"):
+        TlsConfig(certificate=tmp_path / "none.pem", private_key=tmp_path / "none.pem")
+    with pytest.raises(ConfigError, match="give both"):
+        TlsConfig(certificate=tmp_path / "none.pem")
+    with pytest.raises(ConfigError, match="auth.jwt.jwks None is not a file"):
+        AuthConfig(mode="jwt")
+    with pytest.raises(ConfigError, match="algorithms 'HS256' is not one of"):
+        JwtConfig(algorithms=("HS256",))
+    with pytest.raises(ConfigError, match="stemserve make-key"):
+        TenantConfig(key_sha256=("secret",))
+    with pytest.raises(ValueError, match="give both"):
+        Access(certificate=tmp_path / "a.pem")

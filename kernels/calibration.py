@@ -1,67 +1,47 @@
 """Measure a cost table on the device at hand."""
 
 import re
-import time
-from collections.abc import Callable
-from dataclasses import dataclass
-from itertools import product
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
 
-from stemserve.kernels.attention_state import LayerKV
-from stemserve.kernels.block_attention import attend
-from stemserve.kernels.cost_model import FORMAT_VERSION, CostTable
-from stemserve.kernels.layout import AttentionLayout, HeadShape, int32
-from stemserve.kernels.naive import NaiveAttention
+from stemserve.kernels.calibration_blocks import Grid, measure_blocks
+from stemserve.kernels.calibration_strategies import (
+    CPU_EXTENT,
+    GPU_EXTENT,
+    Extent,
+    measure_strategies,
+)
+from stemserve.kernels.cost_correction import Corrections, StrategyCorrection
+from stemserve.kernels.cost_model import CostTable, correction_key
+from stemserve.kernels.engine_cost import BlockEngine, Cost
+from stemserve.kernels.engine_fit import Measurement, default_engine, fit_engines
+from stemserve.kernels.layout import HeadShape
+from stemserve.kernels.registry import strategies
+from stemserve.kernels.stopwatch import Bench
+from stemserve.kernels.strategy import TORCH, Phase, Work
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Grid:
-    rows: tuple[int, ...] = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
-    kv_tokens: tuple[int, ...] = (1, 8, 32, 128, 256, 512, 1024, 2048, 4096, 8192)
-
-
-FULL_GRID = Grid()
-
-# Small blocks are measured many to a call: pairs of (row, token) that a call should have at least.
-BATCH_PAIRS = 1 << 16
-MAX_BATCH_BYTES = 128 << 20  # of the keys and values of a call
-MAX_BLOCKS = 256
-PASSES = 3  # over the whole grid: what disturbs the machine lasts longer than a point
-MIN_POINT_SECONDS = 0.02
-MIN_REPEATS = 2
-LAUNCH_SEGMENTS = 32
+CPU_GRID = Grid()
+GPU_GRID = Grid(passes=1)  # of a path that is only the last resort there
 
 Progress = Callable[[int, int], None]  # measurements done, measurements in all
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Bench:
-    shape: HeadShape
-    device: torch.device
-    dtype: torch.dtype
+class Plan:
+    """What to measure."""
 
-    def tensor(self, *size: int) -> Tensor:
-        return torch.ones(*size, dtype=self.dtype, device=self.device)
+    grid: Grid
+    extent: Extent
 
-    def best_seconds(self, call: Callable[[], object]) -> float:
-        """The least of several: what disturbs a measurement only ever adds to it."""
-        call()
-        best, spent, repeats = np.inf, 0.0, 0
-        while spent < MIN_POINT_SECONDS or repeats < MIN_REPEATS:
-            self._wait()
-            start = time.perf_counter()
-            call()
-            self._wait()
-            seconds = time.perf_counter() - start
-            best, spent, repeats = min(best, seconds), spent + seconds, repeats + 1
-        return best
 
-    def _wait(self) -> None:
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
+CPU_PLAN = Plan(grid=CPU_GRID, extent=CPU_EXTENT)
+GPU_PLAN = Plan(grid=GPU_GRID, extent=GPU_EXTENT)
 
 
 def measure_cost_table(
@@ -69,38 +49,102 @@ def measure_cost_table(
     device: torch.device,
     dtype: torch.dtype,
     progress: Progress,
-    grid: Grid = FULL_GRID,
+    plan: Plan | None = None,
 ) -> CostTable:
-    """About 15 s on one thread of a CPU for 9 query heads of 64."""
+    """About 40 s on one thread of a CPU for 9 query heads of 64; under two minutes on a GPU."""
+    on_cpu = device.type == "cpu"
+    plan = plan or (CPU_PLAN if on_cpu else GPU_PLAN)
+    counter = _Counter(progress, plan.grid.points + plan.extent.layouts)
     bench = Bench(shape=shape, device=device, dtype=dtype)
-    points = list(product(range(len(grid.rows)), range(len(grid.kv_tokens))))
-    seconds = np.full((len(grid.rows), len(grid.kv_tokens)), np.inf)
-    launch_s = np.inf
-    for run in range(PASSES):
-        launch_s = min(launch_s, measure_launch(bench))
-        for done, (i, j) in enumerate(points):
-            progress(run * len(points) + done, PASSES * len(points))
-            measured = measure_block(bench, grid.rows[i], grid.kv_tokens[j])
-            seconds[i, j] = min(seconds[i, j], measured)
-    progress(PASSES * len(points), PASSES * len(points))
-    return CostTable(
-        format_version=FORMAT_VERSION,
-        device=device_name(device),
-        dtype=str(dtype).removeprefix("torch."),
-        query_heads=shape.query_heads,
-        kv_heads=shape.kv_heads,
-        head_dim=shape.head_dim,
-        libraries={"torch": str(torch.__version__)},
-        threads=torch.get_num_threads() if device.type == "cpu" else 1,
-        launch_seconds=_four_digits(launch_s),
-        rows=grid.rows,
-        kv_tokens=grid.kv_tokens,
-        seconds=tuple(tuple(map(_four_digits, line)) for line in seconds.tolist()),
+    table = _table(bench, measure_blocks(bench, plan.grid, counter.step))
+    available = list(strategies(shape, device=device, dtype=dtype, costs=table).values())
+    processors = 0 if on_cpu else _processors(device)
+    estimate = first_estimate(table, processors)
+    measured = measure_strategies(bench, available, estimate, plan.extent, counter.step)
+    counter.end()
+    return fitted_table(table, measured, processors)
+
+
+def first_estimate(table: CostTable, processors: int) -> Callable[[Work], float]:
+    """Seconds before any strategy is measured; no processors: of a CPU."""
+    if not processors:
+        return lambda work: table.work_cost(work).seconds
+    engine = default_engine(table.query_heads, table.head_dim, processors)
+    return lambda work: sum((engine.cost(part) for part in work.parts), Cost(0.0, 0.0)).seconds
+
+
+def fitted_table(table: CostTable, measured: Sequence[Measurement], processors: int) -> CostTable:
+    """The table with the engines and corrections that give what was measured."""
+    if processors:
+        heads = (table.query_heads, table.kv_heads, table.head_dim)
+        table = replace(
+            table, engines={**table.engines, **fit_engines(measured, heads, processors)}
+        )
+    phases = sorted({m.phase for m in measured})
+    return replace(
+        table, corrections={phase: _corrections(table, measured, phase) for phase in phases}
     )
 
 
-def _four_digits(seconds: float) -> float:
-    return float(f"{seconds:.4g}")
+def _corrections(table: CostTable, measured: Sequence[Measurement], phase: Phase) -> Corrections:
+    mine = [m for m in measured if m.phase is phase]
+    shapes = sorted({m.features for m in mine})
+    number = {features: i for i, features in enumerate(shapes)}
+    ratios: dict[str, list[list[float | None]]] = {}
+    for m in mine:
+        key = correction_key(m.kernel, m.work)
+        host, device = ratios.setdefault(key, [[None] * len(shapes), [None] * len(shapes)])
+        modelled = table.work_cost(m.work)
+        at = number[m.features]
+        host[at] = _log_ratio(m.cost.host_seconds, modelled.host_seconds)
+        device[at] = _log_ratio(m.cost.device_seconds, modelled.device_seconds)
+    return Corrections(
+        shapes=tuple(shapes),
+        strategies={
+            key: StrategyCorrection(host=tuple(host), device=tuple(device))
+            for key, (host, device) in sorted(ratios.items())
+        },
+    )
+
+
+def _log_ratio(measured: float, modelled: float) -> float:
+    return round(float(np.log(measured / modelled)), 4) if measured > 0 and modelled > 0 else 0.0
+
+
+def _table(bench: Bench, blocks: BlockEngine) -> CostTable:
+    return CostTable(
+        device=device_name(bench.device),
+        dtype=str(bench.dtype).removeprefix("torch."),
+        query_heads=bench.shape.query_heads,
+        kv_heads=bench.shape.kv_heads,
+        head_dim=bench.shape.head_dim,
+        libraries=_libraries(bench.device),
+        threads=torch.get_num_threads() if bench.device.type == "cpu" else 1,
+        engines={TORCH: blocks},
+        corrections={},
+    )
+
+
+def _libraries(device: torch.device) -> dict[str, str]:
+    """What the measured kernels come from, where it is installed."""
+    names = ["torch"] if device.type == "cpu" else ["torch", "triton", "flashinfer-python"]
+    found: dict[str, str] = {}
+    for name in names:
+        with suppress(PackageNotFoundError):
+            found[name] = version(name)
+    return found
+
+
+class _Counter:
+    def __init__(self, progress: Progress, total: int) -> None:
+        self._progress, self._total, self._done = progress, total, 0
+
+    def step(self) -> None:
+        self._progress(self._done, self._total)
+        self._done += 1
+
+    def end(self) -> None:
+        self._progress(self._total, self._total)
 
 
 def device_name(device: torch.device) -> str:
@@ -110,35 +154,7 @@ def device_name(device: torch.device) -> str:
     return re.sub(r"[^a-z0-9]+", "-", torch.cuda.get_device_name(device).lower()).strip("-")
 
 
-def measure_block(bench: Bench, rows: int, tokens: int) -> float:
-    """Seconds of a block, as one of so many that the cost of the call is nothing beside them."""
-    shape = bench.shape
-    token_bytes = 2 * shape.kv_heads * shape.head_dim * bench.dtype.itemsize
-    fitting = MAX_BATCH_BYTES // (tokens * token_bytes)
-    blocks = max(1, min(BATCH_PAIRS // (rows * tokens), fitting, MAX_BLOCKS))
-    q = bench.tensor(blocks, rows, shape.query_heads, shape.head_dim)
-    k = bench.tensor(blocks, tokens, shape.kv_heads, shape.head_dim)
-    v = bench.tensor(blocks, tokens, shape.kv_heads, shape.head_dim)
-    return bench.best_seconds(lambda: attend(q, k, v, shape)) / blocks
-
-
-def measure_launch(bench: Bench) -> float:
-    """Seconds of a call in a plan of many that have next to nothing to compute."""
-    shape = bench.shape
-    segments = np.arange(LAUNCH_SEGMENTS, dtype=np.int32)
-    layout = AttentionLayout(
-        page_size=1,
-        node_parent=np.full_like(segments, -1),
-        node_page_indptr=int32(np.arange(LAUNCH_SEGMENTS + 1)),
-        node_pages=segments,
-        node_tokens=np.ones_like(segments),
-        segment_indptr=int32(np.arange(LAUNCH_SEGMENTS + 1)),
-        segment_node=segments,
-        segment_is_item=np.zeros(LAUNCH_SEGMENTS, np.bool_),
-    )
-    slots = bench.tensor(LAUNCH_SEGMENTS, 1, shape.kv_heads, shape.head_dim)
-    kv = LayerKV(slots, slots, slots[:, 0], slots[:, 0])
-    q = bench.tensor(LAUNCH_SEGMENTS, shape.query_heads, shape.head_dim)
-    naive = NaiveAttention(shape, bench.device)
-    plan = naive.plan(layout)
-    return bench.best_seconds(lambda: naive.run(plan, q, kv)) / plan.work.launches
+def _processors(device: torch.device) -> int:
+    cuda: Any = torch.cuda  # partly untyped
+    count: int = cuda.get_device_properties(device).multi_processor_count
+    return count

@@ -6,7 +6,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from stemserve.kernels.cost_model import CostTable, Float64
+from stemserve.kernels.cost_model import CostTable
+from stemserve.kernels.engine_cost import Float64
 from stemserve.kernels.layout import Int32, int32
 from stemserve.kernels.prefix_forest import PrefixForest
 

@@ -26,6 +26,7 @@ class PlannedGroup:
     work: Work
     rows: _Rows  # of the step
     clock: "_Clock"
+    is_timed: bool
 
 
 class StepAttention:
@@ -74,6 +75,7 @@ def _plan(choice: Choice, device: torch.device, timed: bool) -> PlannedGroup:
         work=plan.work,
         rows=_on_device(rows, device),
         clock=_clock(device, timed),
+        is_timed=timed,
     )
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 
 from stemserve.kernels.calibration import measure_cost_table
+from stemserve.kernels.cost_table_file import tables_json
 from stemserve.worker.config import ConfigError, Device, Dtype, positive
 from stemserve.worker.models.loader import read_model_config
 from stemserve.worker.start import pick_device, pick_dtype
@@ -42,7 +43,7 @@ def calibrate(arguments: Sequence[str]) -> int:
     model = read_model_config(config.model)
     dtype = pick_dtype(config.dtype, device) or model.checkpoint_dtype or torch.float32
     table = measure_cost_table(model.heads, device, dtype, _log_progress)
-    config.output.write_text(table.to_json())
+    config.output.write_text(tables_json([table]))
     log.info("wrote %s; use it with --cost-table", config.output)
     return 0
 

@@ -7,12 +7,14 @@ from pathlib import Path
 import torch
 
 from stemserve.kernels.calibration import device_name, measure_cost_table
-from stemserve.kernels.cost_model import (
-    CostTable,
-    CostTableError,
-    load_cost_table,
-    shipped_cost_table,
+from stemserve.kernels.cost_model import CostTable
+from stemserve.kernels.cost_table_file import (
+    load_cost_tables,
+    of_dtype,
+    shipped_cost_tables,
+    table_for_heads,
 )
+from stemserve.kernels.engine_cost import CostTableError
 from stemserve.kernels.layout import HeadShape
 from stemserve.worker.config import ConfigError
 from stemserve.worker.models.weights import Progress
@@ -29,14 +31,14 @@ def device_costs(
 ) -> CostTable:
     """Raises ConfigError if the given table cannot be read."""
     if path is not None:
-        table = given_table(path)
+        table = table_for_heads(given_tables(path), heads)
         log.info("costs: %s, measured on %s", path, table.device)
-        return table.scaled(heads)
+        return table
     name = device_name(device)
-    shipped = shipped_cost_table(name)
-    if shipped is not None and shipped.dtype == _type_name(dtype):
+    shipped = of_dtype(shipped_cost_tables(name), _type_name(dtype))
+    if shipped:
         log.info("costs: the table that comes with the kernels for %s", name)
-        return shipped.scaled(heads)
+        return table_for_heads(shipped, heads)
     log.info("costs: no table for %s with %s; measuring", name, _type_name(dtype))
     started = time.perf_counter()
     table = measure_cost_table(heads, device, dtype, progress)
@@ -46,9 +48,9 @@ def device_costs(
     return table
 
 
-def given_table(path: Path) -> CostTable:
+def given_tables(path: Path) -> tuple[CostTable, ...]:
     try:
-        return load_cost_table(path)
+        return load_cost_tables(path)
     except (OSError, UnicodeDecodeError, CostTableError) as error:
         raise ConfigError(f"--cost-table {path}: {error}") from error
 

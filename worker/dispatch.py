@@ -9,6 +9,7 @@ from typing import Protocol
 
 import numpy as np
 
+from stemserve.kernels.engine_cost import Cost
 from stemserve.kernels.layout import AttentionLayout
 from stemserve.kernels.strategy import Kernel, Phase, Strategy, Work
 from stemserve.proto.v1 import inference_pb2
@@ -43,7 +44,9 @@ class Reason(StrEnum):
 
 
 class Costs(Protocol):
-    def work_seconds(self, work: Work) -> float: ...  # of one layer
+    def strategy_cost(
+        self, phase: Phase, kernel: Kernel, layout: AttentionLayout, work: Work
+    ) -> Cost: ...  # of one layer
 
 
 class NoStrategy(RuntimeError):
@@ -55,9 +58,13 @@ class Prediction:
     """What a strategy would cost in one layer, or why it cannot run."""
 
     kernel: Kernel
-    seconds: float
+    cost: Cost
     kv_tokens_read: int
     refusal: str | None
+
+    @property
+    def seconds(self) -> float:
+        return self.cost.seconds
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,9 +104,10 @@ class Dispatcher:
         """Every strategy of the group's phase, cheapest first, refusals last."""
         return self._predictions(attention_group.phase, attention_group.layout)
 
-    def seconds(self, work: Work) -> float:
-        """Predicted seconds in one layer."""
-        return self._costs.work_seconds(work)
+    def cost(self, choice: Choice, work: Work) -> Cost:
+        """Predicted, of one layer."""
+        group, kernel = choice.group, choice.strategy.kernel
+        return self._costs.strategy_cost(group.phase, kernel, group.layout, work)
 
     def _fit(self, step: Step, verdict: _Verdict, parts: list[Candidate]) -> Iterator[Choice]:
         """The parts as one group, or as several where a strategy takes one tree at a time only."""
@@ -163,12 +171,12 @@ class Dispatcher:
         refusal = strategy.refusal(layout)
         if refusal is not None:
             return Prediction(
-                kernel=strategy.kernel, seconds=0.0, kv_tokens_read=0, refusal=refusal
+                kernel=strategy.kernel, cost=Cost(0.0, 0.0), kv_tokens_read=0, refusal=refusal
             )
         work = strategy.work(layout)
         return Prediction(
             kernel=strategy.kernel,
-            seconds=self.seconds(work),
+            cost=self._costs.strategy_cost(strategy.phase, strategy.kernel, layout, work),
             kv_tokens_read=work.kv_tokens_read,
             refusal=None,
         )

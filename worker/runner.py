@@ -117,7 +117,8 @@ class ModelRunner:
         work = planned.work
         bytes_per_token = self._pool.shape.bytes_per_token
         one_by_one = planned.choice.group.kv_tokens_one_by_one
-        seconds = self._dispatcher.seconds(work)
+        # Only what was timed is compared with its prediction.
+        seconds = self._dispatcher.cost(planned.choice, work).seconds if planned.is_timed else 0.0
         return GroupCost(
             planned=planned,
             predicted_seconds=seconds * self._pool.shape.layers,

@@ -9,6 +9,7 @@ from typing import assert_never
 import torch
 
 from stemserve.kernels.cost_model import CostTable
+from stemserve.kernels.cost_table_file import tables_json
 from stemserve.kernels.registry import strategies
 from stemserve.proto.v1 import worker_pb2
 from stemserve.worker.config import ConfigError, Device, Dtype, WorkerConfig
@@ -171,7 +172,7 @@ def _facts(
         has_lm_head=described.has_lm_head,
         class_labels=described.class_labels,
         kv_bytes_per_token=kv.bytes_per_token,
-        cost_table_json=costs.to_json(),
+        cost_table_json=tables_json([costs]),
     )
 
 

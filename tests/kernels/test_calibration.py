@@ -1,23 +1,136 @@
-"""A calibration on a small grid."""
+"""A calibration on a small grid, and the fit of engines to times that a model made."""
 
+from dataclasses import replace
+from itertools import islice
+
+import numpy as np
+import pytest
 import torch
 from tests.kernels.forests import head_shape
 
-from stemserve.kernels.calibration import Grid, measure_cost_table
-from stemserve.kernels.cost_model import CostTable
+from stemserve.kernels.calibration import Plan, fitted_table, measure_cost_table
+from stemserve.kernels.calibration_blocks import Grid
+from stemserve.kernels.calibration_layouts import (
+    DecodeLimits,
+    ScoreLimits,
+    decode_layouts,
+    score_shapes,
+)
+from stemserve.kernels.calibration_strategies import Extent
+from stemserve.kernels.cost_correction import layout_features
+from stemserve.kernels.cost_model import CostTable, correction_key
+from stemserve.kernels.cost_table_file import parse_tables, tables_json
+from stemserve.kernels.engine_cost import TileEngine
+from stemserve.kernels.engine_fit import Measurement, relative_fit
+from stemserve.kernels.layout import int32
+from stemserve.kernels.strategy import Kernel, Part, Phase, Work
+
+SMALL = Plan(
+    grid=Grid(rows=(1, 8), kv_tokens=(4, 64), passes=2),
+    extent=Extent(
+        score=ScoreLimits(prefix=64, item_rows=4, items=4, rows=16),
+        score_layouts=3,
+        decode=DecodeLimits(requests=4, node_tokens=64, tokens=256),
+        decode_layouts=2,
+        longest_s=1.0,
+        budget_s=60.0,
+    ),
+)
+ENGINE = TileEngine(
+    host_seconds=2e-5,
+    launch_seconds=4e-6,
+    tile_rows=128,
+    lanes=16,
+    slots=132,
+    splits=False,
+    tile_tokens=192.0,
+    token_seconds=2e-9,
+)
 
 
 def test_a_calibration_is_a_valid_table_of_its_device() -> None:
     reports: list[tuple[int, int]] = []
-    grid = Grid(rows=(1, 8), kv_tokens=(4, 64))
     table = measure_cost_table(
         head_shape(4, 2, 16),
         torch.device("cpu"),
         torch.float32,
         lambda done, total: reports.append((done, total)),
-        grid,
+        SMALL,
     )
-    assert (table.device, table.dtype, table.rows) == ("cpu", "float32", (1, 8))
+    assert (table.device, table.dtype, table.torch_engine.rows) == ("cpu", "float32", (1, 8))
     assert table.libraries["torch"] == torch.__version__
-    assert CostTable.from_json(table.to_json()) == table
-    assert reports == [(done, 12) for done in range(13)]
+    assert parse_tables(tables_json([table])) == (table,)
+    assert reports == [(done, 13) for done in range(14)]
+    assert set(table.corrections) == set(Phase)
+    assert f"{Kernel.NAIVE}:torch" in table.corrections[Phase.PREFILL].strategies
+    assert f"{Kernel.CODEC}:torch" in table.corrections[Phase.DECODE].strategies
+
+
+def made_up(count: int, slowdown: float) -> list[Measurement]:
+    """One engine that takes the blocks of a layout at once, and some time beside it."""
+    measured: list[Measurement] = []
+    for shape in islice(score_shapes(ScoreLimits()), count):
+        layout = shape.layout()
+        tokens = layout.chain_tokens + np.where(layout.segment_is_item, layout.segment_rows, 0)
+        part = Part(engine="fast", rows=layout.segment_rows, kv_tokens=int32(tokens), causal=True)
+        work = Work(parts=(part,))
+        cost = ENGINE.cost(part)
+        measured.append(
+            Measurement(
+                phase=Phase.PREFILL,
+                kernel=Kernel.RAGGED,
+                features=tuple(layout_features(layout).tolist()),
+                work=work,
+                cost=cost._replace(device_seconds=cost.device_seconds * slowdown),
+            )
+        )
+    return measured
+
+
+def test_the_engine_that_made_the_times_is_found_again(costs: CostTable) -> None:
+    table = replace(costs, device="made-up", query_heads=16, kv_heads=8, head_dim=128)
+    found = fitted_table(table, made_up(60, 1.0), ENGINE.slots).engines["fast"]
+    assert isinstance(found, TileEngine)
+    assert (found.tile_rows, found.lanes, found.splits) == (128, 16, False)
+    assert found.token_seconds == pytest.approx(ENGINE.token_seconds, rel=1e-3)
+    assert found.launch_seconds == pytest.approx(ENGINE.launch_seconds, rel=1e-2)
+    assert found.host_seconds == pytest.approx(ENGINE.host_seconds)
+
+
+def test_what_engines_do_not_explain_is_corrected_between_the_measured_shapes(
+    costs: CostTable,
+) -> None:
+    table = replace(costs, device="made-up", query_heads=16, kv_heads=8, head_dim=128)
+    measured = made_up(160, 1.0)
+    for number, m in enumerate(measured):  # slower the more items
+        slower = m.cost.device_seconds * (1 + 0.1 * m.features[0])
+        measured[number] = replace(m, cost=m.cost._replace(device_seconds=slower))
+    fitted = fitted_table(table, measured[:140], ENGINE.slots)
+    corrections = fitted.corrections[Phase.PREFILL]
+    errors = [
+        corrections.corrected(
+            correction_key(m.kernel, m.work), np.array(m.features), fitted.work_cost(m.work)
+        ).device_seconds
+        / m.cost.device_seconds
+        - 1
+        for m in measured[140:]
+    ]
+    assert np.median(np.abs(errors)) < 0.03
+    assert np.abs(errors).max() < 0.2
+
+
+def test_a_fit_has_no_negative_times() -> None:
+    columns = np.array([[1.0, 2.0], [1.0, 1.0], [1.0, 3.0]])
+    fitted = relative_fit(columns, columns @ np.array([4.0, -0.5]))
+    assert (fitted >= 0).all()
+    np.testing.assert_allclose(relative_fit(columns, columns @ [1.0, 2.0]), [1.0, 2.0])
+
+
+def test_layouts_to_measure_stay_within_their_limits() -> None:
+    for layout in islice(decode_layouts(DecodeLimits(tokens=10_000)), 50):
+        assert layout.node_tokens.sum() <= 10_000
+        assert (layout.segment_rows == 1).all()
+        assert (layout.node_tokens[layout.node_parent[layout.node_parent >= 0]] % 16 == 0).all()
+    for shape in islice(score_shapes(ScoreLimits(rows=100)), 50):
+        assert 1 <= shape.item_rows * shape.items <= 100
+        assert shape.layout().num_rows >= shape.item_rows * shape.items

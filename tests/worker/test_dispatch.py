@@ -12,6 +12,7 @@ from torch import Tensor
 
 from stemserve.kernels.attention_state import AttentionState, LayerKV
 from stemserve.kernels.cost_model import CostTable
+from stemserve.kernels.engine_cost import BlockEngine, Cost
 from stemserve.kernels.layout import AttentionLayout, HeadShape, int32
 from stemserve.kernels.registry import strategies
 from stemserve.kernels.strategy import TORCH, Kernel, Part, Phase, Strategy, Work
@@ -61,8 +62,10 @@ class Toy:
 
 
 class TokenCosts:
-    def work_seconds(self, work: Work) -> float:
-        return float(work.kv_tokens_read)
+    def strategy_cost(
+        self, phase: Phase, kernel: Kernel, layout: AttentionLayout, work: Work
+    ) -> Cost:
+        return Cost(0.0, float(work.kv_tokens_read))
 
 
 def toys(*some: Toy) -> dict[tuple[Phase, Kernel], Strategy]:
@@ -221,7 +224,6 @@ def real() -> Dispatcher:
     rows, tokens = (1, 16, 1024), (1, 64, 4096)
     seconds = tuple(tuple(2e-5 + 1e-8 * t * max(1.0, r / 64) for t in tokens) for r in rows)
     costs = CostTable(
-        format_version=1,
         device="toy",
         dtype="float32",
         query_heads=SHAPE.query_heads,
@@ -229,10 +231,12 @@ def real() -> Dispatcher:
         head_dim=SHAPE.head_dim,
         threads=1,
         libraries={},
-        launch_seconds=5e-5,
-        rows=rows,
-        kv_tokens=tokens,
-        seconds=seconds,
+        engines={
+            TORCH: BlockEngine(
+                launch_seconds=5e-5, tile_rows=32, rows=rows, kv_tokens=tokens, seconds=seconds
+            )
+        },
+        corrections={},
     )
     available = strategies(SHAPE, device=CPU, dtype=torch.float32, costs=costs)
     return Dispatcher(available, costs, forced=None)

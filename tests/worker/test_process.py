@@ -18,7 +18,7 @@ from tests.worker.plans import PlanBuilder
 from tests.worker.tiny_model import COSTS, CPU, VOCAB, oracle_logprobs, save_tiny_model
 from transformers import LlamaForCausalLM
 
-from stemserve.kernels.cost_model import CostTable, load_cost_table
+from stemserve.kernels.cost_table_file import load_cost_tables, parse_tables, tables_json
 from stemserve.kernels.host_array import device_tensor
 from stemserve.proto.v1 import inference_pb2, worker_pb2, worker_pb2_grpc
 from stemserve.worker.blobs import decode_float32
@@ -33,7 +33,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def oracle(folder: Path) -> LlamaForCausalLM:
-    (folder / "costs.json").write_text(COSTS.to_json())
+    (folder / "costs.json").write_text(tables_json([COSTS]))
     return save_tiny_model(folder, seed=3)
 
 
@@ -106,7 +106,7 @@ def test_describe_tells_facts_limits_and_the_cost_table(worker: Worker, folder: 
     assert (facts.page_size, facts.kv_pages, facts.sampler_slots) == (4, 64, 4)
     assert (facts.steps_in_flight, facts.has_lm_head, facts.model) == (2, True, folder.name)
     assert facts.kv_bytes_per_token == 3 * 2 * 2 * 8 * 4
-    assert CostTable.from_json(facts.cost_table_json).head_dim == 8
+    assert parse_tables(facts.cost_table_json)[0].head_dim == 8
 
 
 def test_the_socket_is_for_its_owner_only(worker: Worker) -> None:
@@ -231,7 +231,7 @@ def test_calibrate_writes_a_table_that_a_worker_takes(
     words = [sys.executable, "-m", "stemserve.worker", "calibrate", "--threads", "1"]
     words += ["--model", str(folder), "--output", str(output)]
     subprocess.run(words, check=True, timeout=120, capture_output=True)
-    table = load_cost_table(output)
+    (table,) = load_cost_tables(output)
     assert (table.device, table.dtype, table.query_heads, table.threads) == ("cpu", "float32", 4, 1)
 
 

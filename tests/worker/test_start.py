@@ -10,7 +10,7 @@ from tests.worker.plans import PlanBuilder
 from tests.worker.tiny_model import COSTS, CPU, save_tiny_model
 from transformers import LlamaConfig, LlamaForSequenceClassification
 
-from stemserve.kernels.cost_model import load_cost_table
+from stemserve.kernels.cost_table_file import tables_json
 from stemserve.kernels.layout import HeadShape
 from stemserve.kernels.strategy import Kernel
 from stemserve.worker.blobs import decode_float32
@@ -26,7 +26,7 @@ HEADS = HeadShape(query_heads=4, kv_heads=2, head_dim=8, scale=0.5)
 @pytest.fixture(scope="module")
 def costs_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("costs") / "costs.json"
-    path.write_text(COSTS.to_json())
+    path.write_text(tables_json([COSTS]))
     return path
 
 
@@ -98,7 +98,7 @@ def test_by_default_the_kv_cache_takes_a_share_of_the_free_memory() -> None:
 def test_a_given_cost_table_is_scaled_to_the_models_heads(costs_file: Path, folder: Path) -> None:
     facts = parts(folder, costs_file).facts
     assert facts.query_heads == 4
-    assert facts.cost_table_json == load_cost_table(costs_file).to_json()
+    assert facts.cost_table_json == costs_file.read_text()
 
 
 @pytest.mark.parametrize("text", ["", "{}", '{"format_version": 9}'])

@@ -9,8 +9,9 @@ from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from stemserve.kernels.cost_model import CostTable
+from stemserve.kernels.engine_cost import BlockEngine
 from stemserve.kernels.registry import strategies
-from stemserve.kernels.strategy import Kernel
+from stemserve.kernels.strategy import TORCH, Kernel
 from stemserve.worker.dispatch import Dispatcher
 from stemserve.worker.kv_pool import KvPool, KvShape
 from stemserve.worker.models.loader import load_model
@@ -25,7 +26,6 @@ CPU = torch.device("cpu")
 
 # Bytes matter, launches hardly.
 COSTS = CostTable(
-    format_version=1,
     device="cpu",
     dtype="float32",
     query_heads=4,
@@ -33,10 +33,16 @@ COSTS = CostTable(
     head_dim=8,
     threads=1,
     libraries={},
-    launch_seconds=1e-7,
-    rows=(1, 1024),
-    kv_tokens=(1, 1024),
-    seconds=((1e-6, 1e-3), (1e-6, 1e-3)),
+    engines={
+        TORCH: BlockEngine(
+            launch_seconds=1e-7,
+            tile_rows=32,
+            rows=(1, 1024),
+            kv_tokens=(1, 1024),
+            seconds=((1e-6, 1e-3), (1e-6, 1e-3)),
+        )
+    },
+    corrections={},
 )
 
 

@@ -1,0 +1,101 @@
+"""What measured strategies took beside what the model of their engines said, between the shapes."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+
+from stemserve.kernels.engine_cost import Cost, CostTableError, Float64
+from stemserve.kernels.layout import AttentionLayout
+
+FEATURES = 5
+
+# A Gaussian process over the features, in log2: how far a measured ratio of times reaches,
+# how large ratios are, and how far one measurement is off (both natural logarithms).
+REACH = np.array([2.0, 2.0, 2.5, 3.0, 1.0])
+SPREAD = 0.3
+NOISE = 0.02
+
+
+@dataclass(frozen=True, kw_only=True)
+class StrategyCorrection:
+    """Natural logarithms of measured over modelled seconds; None where it was not measured."""
+
+    host: tuple[float | None, ...]  # [shapes]
+    device: tuple[float | None, ...]  # [shapes]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Corrections:
+    """Of the strategies of one phase, over the features of some layouts."""
+
+    shapes: tuple[tuple[float, ...], ...]  # [shapes][FEATURES]
+    strategies: Mapping[str, StrategyCorrection]  # by `correction_key`
+
+    def __post_init__(self) -> None:
+        if any(len(features) != FEATURES for features in self.shapes):
+            raise CostTableError(f"every shape of a correction must have {FEATURES} features")
+        for name, found in self.strategies.items():
+            if not len(found.host) == len(found.device) == len(self.shapes):
+                raise CostTableError(f"the correction of {name} must have a value a shape")
+
+    def corrected(self, key: str, features: Float64, cost: Cost) -> Cost:
+        """A strategy that was not measured costs what its engines do."""
+        if key not in self._processes:
+            return cost
+        host, device = np.exp(self._processes[key].at(features)).tolist()
+        return Cost(cost.host_seconds * host, cost.device_seconds * device)
+
+    @cached_property
+    def _processes(self) -> dict[str, "_Process"]:
+        processes: dict[str, _Process] = {}
+        for name, found in self.strategies.items():
+            measured = [i for i, value in enumerate(found.device) if value is not None]
+            if measured:
+                shapes = np.array([self.shapes[i] for i in measured], np.float64)
+                ratios = np.array([[found.host[i], found.device[i]] for i in measured], np.float64)
+                processes[name] = _Process(shapes, ratios)
+        return processes
+
+
+class _Process:
+    """Between measured shapes, and their mean far from all of them."""
+
+    def __init__(self, shapes: Float64, ratios: Float64) -> None:  # [shapes, host and device]
+        self._shapes = shapes
+        self._mean = ratios.mean(axis=0)
+        noisy = covariance(shapes, shapes) + NOISE**2 * np.eye(len(shapes))
+        solver: Any = np.linalg  # partly untyped
+        self._weights: Float64 = solver.solve(noisy, ratios - self._mean)
+
+    def at(self, features: Float64) -> Float64:  # of host and device
+        ratios: Float64 = self._mean + covariance(features[None], self._shapes)[0] @ self._weights
+        return ratios
+
+
+def covariance(some: Float64, others: Float64) -> Float64:  # [some, others]
+    """Matern 3/2: once differentiable, as times over sizes are at best."""
+    apart = (some[:, None] - others[None]) / REACH
+    distance = np.sqrt(3 * (apart**2).sum(axis=-1))
+    similar: Float64 = SPREAD**2 * (1 + distance) * np.exp(-distance)
+    return similar
+
+
+def layout_features(layout: AttentionLayout) -> Float64:  # [FEATURES]
+    """What costs vary with.
+
+    In log2: the segments that answer (the items, if there are any), their mean rows and mean chain,
+    and how often they read a stored token. From 0 to 1: the stored tokens that are rows of the
+    step.
+    """
+    rows, items = layout.segment_rows, layout.segment_is_item
+    answers = items if items.any() else np.ones(len(rows), np.bool_)
+    number = max(1, int(answers.sum()))
+    own_rows = int(rows[answers].sum())
+    chains = int(layout.chain_tokens[answers].sum(dtype=np.int64))
+    stored = max(1, int(layout.node_tokens.sum(dtype=np.int64)))
+    computed = int(rows[~items].sum())
+    sizes = np.array([number, own_rows / number, chains / number, max(1.0, chains / stored)])
+    return np.append(np.log2(np.maximum(sizes, 0.5)), min(1.0, computed / stored))

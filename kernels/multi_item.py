@@ -22,6 +22,16 @@ from stemserve.kernels.schedule import empty_state
 from stemserve.kernels.strategy import TORCH, Kernel, Part, Phase, Work
 
 
+def tree_refusal(layout: AttentionLayout) -> str | None:
+    """Why a tree is no request of [prefix | items], or None."""
+    for request in logical_requests(layout):
+        if len(np.unique(layout.segment_node[request.segments])) > 1:
+            return "multi-item attention has one prefix a tree; this tree branches"
+        if (~layout.segment_is_item[request.segments]).sum() > 1:
+            return "multi-item attention has one run of context rows a tree; this has several"
+    return None
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ItemRequest:
     """A logical request on the device; rows are those of the row order."""
@@ -54,12 +64,7 @@ class MultiItemAttention:
         self._device = device
 
     def refusal(self, layout: AttentionLayout) -> str | None:
-        for request in logical_requests(layout):
-            if len(np.unique(layout.segment_node[request.segments])) > 1:
-                return "multi-item attention has one prefix a tree; this tree branches"
-            if (~layout.segment_is_item[request.segments]).sum() > 1:
-                return "multi-item attention has one run of context rows a tree; this has several"
-        return None
+        return tree_refusal(layout)
 
     def work(self, layout: AttentionLayout) -> Work:
         masks = [item_mask(layout, request) for request in logical_requests(layout)]

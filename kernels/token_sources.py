@@ -1,0 +1,55 @@
+"""Where the tokens of a gathered copy come from, and runs of numbers as one array."""
+
+import numpy as np
+
+from stemserve.kernels.layout import AttentionLayout, Int32, int32
+
+EMPTY = -(1 << 31)  # a token that holds zeros
+
+
+def runs(starts: Int32, counts: Int32) -> Int32:
+    """start .. start + count - 1 of each run, one after the other; arrays of any one shape."""
+    start, count = starts.ravel().astype(np.int64), counts.ravel().astype(np.int64)
+    before = np.cumsum(count) - count
+    return int32(np.repeat(start - before, count) + np.arange(int(count.sum())))
+
+
+def indptr(counts: Int32) -> Int32:  # [n + 1]
+    return int32(np.append(0, np.cumsum(counts, dtype=np.int64)))
+
+
+def row_sources(first_rows: Int32, rows: Int32) -> Int32:
+    """The step's own rows from each first one on."""
+    return int32(-1 - runs(first_rows, rows))
+
+
+def chain_levels(layout: AttentionLayout, nodes: Int32) -> Int32:  # [nodes, depth], root first
+    """The chain of each node, filled up with -1 in front."""
+    levels: list[Int32] = []
+    parents = np.append(layout.node_parent, np.int32(-1))  # node -1 reads the last
+    level = nodes
+    while (level >= 0).any():
+        levels.append(level)
+        level = parents[level]
+    return np.stack(levels[::-1], axis=1) if levels else np.empty((len(nodes), 0), np.int32)
+
+
+def node_page_counts(layout: AttentionLayout) -> Int32:  # [nodes] pages that hold tokens
+    return int32(-(-layout.node_tokens // layout.page_size))
+
+
+def node_sources(layout: AttentionLayout, nodes: Int32) -> Int32:
+    """The tokens of some nodes, each from a page boundary on: pages are filled up with EMPTY."""
+    size, counts = layout.page_size, node_page_counts(layout)[nodes]
+    pages = layout.node_pages[runs(layout.node_page_indptr[nodes], counts)]
+    slots = pages[:, None] * size + np.arange(size, dtype=np.int32)
+    held = layout.node_tokens[nodes]
+    place = runs(np.zeros_like(counts), counts)  # of a page in its node
+    left = np.repeat(held, counts) - place * size
+    return int32(np.where(np.arange(size) < left[:, None], slots, EMPTY).ravel())
+
+
+def token_slots(layout: AttentionLayout, nodes: Int32) -> Int32:
+    """The tokens of some nodes without gaps."""
+    sources = node_sources(layout, nodes)
+    return sources[sources != EMPTY]

@@ -1,4 +1,4 @@
-"""The attention of one step: K/V to the pages, then every group with its strategy."""
+"""The attention of one step: every group with its strategy."""
 
 import time
 from collections.abc import Sequence
@@ -35,9 +35,6 @@ class StepAttention:
     def __init__(self, step: Step, choices: Sequence[Choice], pool: KvPool, *, timed: bool) -> None:
         self._pool = pool
         self.groups = [_plan(choice, pool.device, timed) for choice in choices]
-        stored = np.flatnonzero(step.kv_slots >= 0)
-        self._slots = device_tensor(step.kv_slots[stored].astype(np.int64), pool.device)
-        self._stored = _on_device(_as_slice(stored), pool.device)
         first = self.groups[0].rows
         self._is_one_group = (
             len(self.groups) == 1 and isinstance(first, slice) and first.stop == step.num_rows
@@ -50,8 +47,6 @@ class StepAttention:
         k: Tensor,  # [rows, kv_heads, head_dim]
         v: Tensor,  # [rows, kv_heads, head_dim]
     ) -> Tensor:  # [rows, query_heads, head_dim]
-        if len(self._slots):
-            self._pool.write(layer, self._slots, k[self._stored], v[self._stored])
         if self._is_one_group:
             return self._run(self.groups[0], layer, q, k, v)
         out = torch.empty_like(q)
@@ -77,12 +72,6 @@ def _plan(choice: Choice, device: torch.device, timed: bool) -> PlannedGroup:
         clock=_clock(device, timed),
         is_timed=timed,
     )
-
-
-def _as_slice(rows: np.ndarray[Any, np.dtype[np.intp]]) -> slice | np.ndarray[Any, Any]:
-    if len(rows) and rows[-1] - rows[0] + 1 == len(rows):
-        return slice(int(rows[0]), int(rows[-1]) + 1)
-    return rows
 
 
 def _on_device(rows: slice | np.ndarray[Any, Any], device: torch.device) -> _Rows:

@@ -56,10 +56,13 @@ class LaunchedStep:
     def _failed_rows(self) -> NDArray[np.integer]:
         """Rows with logits, class scores or draws that are not finite."""
         scores, readout = self.scores, self.readout
-        lm = readout.lm_rows[scores.failed_rows.numpy()]
-        classified = readout.classify_rows[scores.failed_classified.numpy()]
+        kept = (
+            readout.gathered[scores.failed_gathered.numpy()],
+            readout.sampled[scores.failed_sampled.numpy()],
+            readout.classify_rows[scores.failed_classified.numpy()],
+        )
         drawn = [self.step.samples.rows[s[d.failed.numpy()]] for s, d in scores.draws]
-        return np.unique(np.concatenate([readout.rows[lm], readout.rows[classified], *drawn]))
+        return np.unique(np.concatenate([*(readout.rows[rows] for rows in kept), *drawn]))
 
 
 def _set_samples(

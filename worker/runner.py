@@ -13,6 +13,8 @@ from stemserve.proto.v1 import worker_pb2
 from stemserve.worker.attention import PlannedGroup, StepAttention
 from stemserve.worker.dispatch import KERNEL_CODES, Choice, Dispatcher
 from stemserve.worker.kv_pool import KvPool
+from stemserve.worker.kv_writes import KvWrites
+from stemserve.worker.models.layer_ops import PageWrites
 from stemserve.worker.result import GroupCost, LaunchedStep
 from stemserve.worker.sampler import Sampler
 from stemserve.worker.scorer import Heads, Readout, Scorer, plan_readout
@@ -23,7 +25,7 @@ TIMED_EVERY = 16  # steps on a GPU, where each timed layer records two events a 
 
 
 class Attend(Protocol):
-    """Attention of all rows of the step in one layer."""
+    """Attention of all rows of the step in one layer; what is stored is in the pages."""
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor: ...
 
@@ -35,6 +37,7 @@ class Model(Heads, Protocol):
         positions: Tensor,  # [rows] int64
         attend: Attend,
         keep_rows: Tensor | None,  # [kept] rows that go on after the last attention; None: all
+        pages: PageWrites,
     ) -> Tensor: ...  # [kept, hidden]
 
 
@@ -99,9 +102,9 @@ class ModelRunner:
         everything = len(readout.rows) == step.num_rows
         keep_rows = None if everything else device_tensor(readout.rows, device)
         positions = device_tensor(step.positions.astype(np.int64), device)
-        return self._model.hidden(
-            self._sampler.token_ids(step.token_ids), positions, attention, keep_rows
-        )
+        token_ids = self._sampler.token_ids(step.token_ids)
+        pages = KvWrites(self._pool, step.kv_slots)
+        return self._model.hidden(token_ids, positions, attention, keep_rows, pages)
 
     def _is_timed(self) -> bool:
         return not self.uses_gpu or self._steps % TIMED_EVERY == 0

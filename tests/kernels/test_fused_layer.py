@@ -184,7 +184,7 @@ def test_a_row_may_go_to_several_places_or_to_none(dtype: torch.dtype) -> None:
     positions = torch.arange(4, device=DEVICE)
     places = [[3, 17, 30], [], [0], [-1, 9]]
     indptr = torch.tensor([0, 3, 3, 4, 6], dtype=torch.int32, device=DEVICE)
-    slots = torch.tensor(sum(places, []), dtype=torch.int32, device=DEVICE)
+    slots = torch.tensor([slot for row in places for slot in row], dtype=torch.int32, device=DEVICE)
     pages = random_pages(shape, dtype)
     untouched = [each.clone() for each in pages]
     target = PageTarget(k_pages=pages[0], v_pages=pages[1], slots=slots, indptr=indptr)

@@ -5,12 +5,15 @@ from dataclasses import dataclass, field
 import numpy as np
 import pytest
 import torch
+from numpy.typing import NDArray
 from tests.worker.plans import LIMITS, PlanBuilder
 from tests.worker.tiny_model import CPU
 from torch import Tensor
 
 from stemserve.kernels.host_array import device_tensor
 from stemserve.proto.v1 import worker_pb2
+from stemserve.worker.models.chunked_gather import ChunkedGather, rows_at_once
+from stemserve.worker.models.layer_ops import Gathered
 from stemserve.worker.sampler import Sampler
 from stemserve.worker.scorer import Scorer, Scores, plan_readout
 from stemserve.worker.step import Step, decode_step
@@ -23,21 +26,27 @@ B28 = [2.0, 1.0, 0.0, -1.0]
 class Table:
     """Heads whose logits are the hidden states themselves."""
 
+    chunk: int
     rows_at_once: list[int] = field(default_factory=list[int])
 
     def logits(self, hidden: Tensor) -> Tensor:
         self.rows_at_once.append(len(hidden))
         return hidden.clone()
 
+    def gather(
+        self, hidden: Tensor, rows: NDArray[np.integer], tokens: NDArray[np.integer]
+    ) -> Gathered:
+        return ChunkedGather(self.logits, self.chunk)(hidden, rows, tokens)
+
     def class_scores(self, hidden: Tensor) -> Tensor:
         return hidden[:, :3] * 2
 
 
 def read(step: Step, logits: Tensor, buffer_bytes: int = 1 << 20) -> tuple[Scores, Table]:
-    heads = Table()
+    vocab = logits.shape[-1]
+    heads = Table(chunk=rows_at_once(vocab, buffer_bytes))
     sampler = Sampler(LIMITS.sampler_slots, CPU)
     sampler.admit(step.samplers)
-    vocab = logits.shape[-1]
     scorer = Scorer(heads, sampler, vocab_size=vocab, device=CPU, buffer_bytes=buffer_bytes)
     readout = plan_readout(step)
     return scorer.read(step, readout, logits[device_tensor(readout.rows, CPU)]), heads
@@ -74,14 +83,14 @@ def random_plan(rng: np.random.Generator, rows: int) -> PlanBuilder:
     return plan
 
 
-@pytest.mark.parametrize("rows_at_once", [1, 3, 1000])
+@pytest.mark.parametrize("chunk", [1, 3, 1000])
 @pytest.mark.parametrize("seed", range(15))
-def test_read_outs_equal_those_of_one_row_at_a_time(seed: int, rows_at_once: int) -> None:
+def test_read_outs_equal_those_of_one_row_at_a_time(seed: int, chunk: int) -> None:
     rng = np.random.default_rng(seed)
     plan = random_plan(rng, rows=30)
     step = decode_step(plan.build(), LIMITS)
     logits = device_tensor(rng.normal(0, 3, (30, VOCAB)).astype(np.float32), CPU)
-    scores, heads = read(step, logits, buffer_bytes=4 * VOCAB * rows_at_once)
+    scores, heads = read(step, logits, buffer_bytes=4 * VOCAB * chunk)
 
     logprobs = logits.double().log_softmax(-1)
     expected = [float(logprobs[row, i]) for row, ids in plan.gathers for i in ids]
@@ -94,9 +103,9 @@ def test_read_outs_equal_those_of_one_row_at_a_time(seed: int, rows_at_once: int
     for number, (row, slot, _) in enumerate(plan.samples):
         if slot % 2 == 0:
             assert drawn[number] == logits[row].argmax()
-    assert max(heads.rows_at_once, default=0) <= rows_at_once
-    read_rows = {row for row, _ in plan.gathers} | {row for row, _, _ in plan.samples}
-    assert sum(heads.rows_at_once) == len(read_rows)
+    assert max(heads.rows_at_once, default=0) <= chunk
+    gathered, sampled = {row for row, _ in plan.gathers}, {row for row, _, _ in plan.samples}
+    assert sum(heads.rows_at_once) == len(gathered) + len(sampled)
 
 
 def test_rows_that_are_not_finite_are_reported_and_harm_no_other() -> None:
@@ -110,7 +119,7 @@ def test_rows_that_are_not_finite_are_reported_and_harm_no_other() -> None:
     logits[3, 7] = -torch.inf  # a token that cannot come is no failure
     logits[4, 1] = torch.nan
     scores, _ = read(decode_step(plan.build(), LIMITS), logits)
-    assert scores.failed_rows.numpy().tolist() == [False, True, True, False, True]
+    assert scores.failed_gathered.numpy().tolist() == [False, True, True, False, True]
     assert scores.failed_classified.numpy().tolist() == [False, True]
     torch.testing.assert_close(scores.gather_logprobs.view(5, 2)[0], expected[0])
 

@@ -11,9 +11,11 @@ from stemserve.worker.models.errors import ConfigError
 from stemserve.worker.models.gguf_config import read_gguf_config
 from stemserve.worker.models.gguf_file import GgufFile
 from stemserve.worker.models.hf_config import read_hf_config
+from stemserve.worker.models.layer_ops import LayerOps
 from stemserve.worker.models.model_config import ModelConfig
 from stemserve.worker.models.parameters import allocate, checkpoint_slots
 from stemserve.worker.models.safetensors_weights import open_safetensors
+from stemserve.worker.models.torch_ops import TorchOps
 from stemserve.worker.models.transformer import Transformer
 from stemserve.worker.models.weights import Progress, fill
 
@@ -65,7 +67,16 @@ def load_model(
         case _:
             assert_never(load_format)
     slots.clear()
-    return Transformer(config, weights)
+    return Transformer(config, weights, layer_ops(config, weights.embedding.device))
+
+
+def layer_ops(config: ModelConfig, device: torch.device) -> LayerOps:
+    if device.type != "cuda":
+        return TorchOps(config, device)
+    # Here, so that a host without a GPU does without Triton.
+    from stemserve.worker.models.triton_ops import TritonOps
+
+    return TritonOps(config, device)
 
 
 def read_model_config(path: Path) -> ModelConfig:

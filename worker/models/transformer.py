@@ -1,15 +1,17 @@
 """The forward pass of a decoder-only model, without its attention."""
 
+import numpy as np
 import torch
 import torch.nn.functional as F
+from numpy.typing import NDArray
 from torch import Tensor
 
 from stemserve.worker.models.errors import ModelError
+from stemserve.worker.models.layer_ops import Gathered, LayerOps, PageWrites
 from stemserve.worker.models.layers import Attend, DecoderLayer
 from stemserve.worker.models.linear import DenseLinear, fastest_linear
 from stemserve.worker.models.model_config import ModelConfig
 from stemserve.worker.models.parameters import ModelWeights
-from stemserve.worker.models.rope import RotaryEmbedding
 
 
 class Transformer:
@@ -19,17 +21,19 @@ class Transformer:
     there is never a second copy of more than one layer.
     """
 
-    def __init__(self, config: ModelConfig, weights: ModelWeights) -> None:
+    def __init__(self, config: ModelConfig, weights: ModelWeights, ops: LayerOps) -> None:
         self.config = config
         self.dtype = weights.embedding.dtype
         self.device = weights.embedding.device
         self._embedding = weights.embedding
-        self._norm = weights.norm
-        self._rotary = RotaryEmbedding(config.rope, config.head_dim, self.device)
+        self._ops = ops
+        self._first_norm = weights.layers[0].attention_norm
         self._layers = [
-            DecoderLayer(config, index, weights.layers.pop(0)) for index in range(config.num_layers)
+            DecoderLayer(config, index, weights.layers.pop(0), _next_norm(weights), ops)
+            for index in range(config.num_layers)
         ]
         self._lm_head = None if weights.lm_head is None else fastest_linear(weights.lm_head)
+        self._gather = None if weights.lm_head is None else ops.gather(weights.lm_head, self.logits)
         self._classifier = None if weights.classifier is None else DenseLinear(weights.classifier)
 
     @property
@@ -42,18 +46,19 @@ class Transformer:
         positions: Tensor,  # [rows]
         attend: Attend,
         keep_rows: Tensor | None = None,  # [kept] row numbers; None: all rows
+        pages: PageWrites | None = None,  # None: keys and values are not kept
     ) -> Tensor:  # [kept, hidden]
         """Hidden states after the final norm.
 
         With `keep_rows`, only these rows go on after the last layer's attention.
         """
         with torch.inference_mode():
-            rotation = self._rotary.rotation(positions)
+            split = self._ops.heads(positions, pages)
             residual = F.embedding(token_ids, self._embedding)
+            normed = self._ops.norm(residual, self._first_norm)
             for layer in self._layers[:-1]:
-                residual = layer.forward(residual, rotation, attend, None)
-            residual = self._layers[-1].forward(residual, rotation, attend, keep_rows)
-            return F.rms_norm(residual, (self.config.hidden_size,), self._norm, self.config.rms_eps)
+                normed, residual = layer.forward(normed, residual, split, attend, None)
+            return self._layers[-1].forward(normed, residual, split, attend, keep_rows)[0]
 
     def logits(
         self,
@@ -64,6 +69,18 @@ class Transformer:
         with torch.inference_mode():
             return self._lm_head(hidden).float()
 
+    def gather(
+        self,
+        hidden: Tensor,  # [n, hidden]
+        rows: NDArray[np.integer],  # [chosen] of hidden
+        tokens: NDArray[np.integer],  # [chosen]
+    ) -> Gathered:
+        """Log-probabilities of chosen tokens, and the most likely one of each row."""
+        if self._gather is None:
+            raise ModelError(f"{self.config.architecture} has no language-model head")
+        with torch.inference_mode():
+            return self._gather(hidden, rows, tokens)
+
     def class_scores(
         self,
         hidden: Tensor,  # [n, hidden]
@@ -72,3 +89,8 @@ class Transformer:
             raise ModelError(f"{self.config.architecture} has no classification head")
         with torch.inference_mode():
             return self._classifier(hidden).float()
+
+
+def _next_norm(weights: ModelWeights) -> Tensor:
+    """The norm before the first layer that is left, or the final one."""
+    return weights.layers[0].attention_norm if weights.layers else weights.norm

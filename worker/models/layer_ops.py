@@ -1,0 +1,77 @@
+"""What a model does between its matrix products and its attention: the seam of its devices."""
+
+from collections.abc import Callable
+from typing import NamedTuple, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor
+
+from stemserve.kernels.heads import Heads
+
+
+class PageWrites(Protocol):
+    """Where the keys and values of a step's rows are kept."""
+
+    slots: Tensor  # [rows] int32, page * page_size + place; -1: not stored
+
+    def k_pages(self, layer: int) -> Tensor: ...  # [pages, page_size, kv_heads, head_dim]
+
+    def v_pages(self, layer: int) -> Tensor: ...
+
+    def write(self, layer: int, k: Tensor, v: Tensor) -> None:
+        """The stored rows of k and v [rows, kv_heads, head_dim] into the layer's pages."""
+        ...
+
+
+class SplitHeads(Protocol):
+    """Normed and rotated heads of a step's rows; their keys and values are in the pages."""
+
+    def __call__(
+        self,
+        layer: int,
+        qkv: Tensor,  # [rows, (query_heads + 2 * kv_heads) * head_dim]
+        norm: Tensor | None,  # [query_heads + kv_heads, head_dim] gains
+    ) -> Heads: ...
+
+
+class Gathered(NamedTuple):
+    """Log-probabilities over the full vocabulary, of chosen tokens at chosen rows."""
+
+    logprobs: Tensor  # [chosen] float32
+    argmax: Tensor  # [rows] int64, the lowest token on a tie
+    failed: Tensor  # [rows] bool: a logit is NaN or +inf
+
+
+class Gather(Protocol):
+    def __call__(
+        self,
+        hidden: Tensor,  # [rows, hidden]
+        rows: NDArray[np.integer],  # [chosen]
+        tokens: NDArray[np.integer],  # [chosen]
+    ) -> Gathered: ...
+
+
+class LayerOps(Protocol):
+    """Chosen once, for the device that holds the model."""
+
+    def norm(self, x: Tensor, weight: Tensor) -> Tensor:
+        """RMS norm of [rows, hidden]."""
+        ...
+
+    def add_norm(self, x: Tensor, residual: Tensor, weight: Tensor) -> Tensor:
+        """RMS norm of the sum of x and the residual, which becomes the sum."""
+        ...
+
+    def gate(self, gate_up: Tensor) -> Tensor:
+        """[rows, 2 * intermediate] to [rows, intermediate]: SiLU of the first half, times the
+        second."""
+        ...
+
+    def heads(self, positions: Tensor, pages: PageWrites | None) -> SplitHeads:
+        """What all layers of a step share; without pages nothing is stored."""
+        ...
+
+    def gather(self, weight: Tensor, logits: Callable[[Tensor], Tensor]) -> Gather:
+        """Reads of an LM head [vocab, hidden], whose `logits` are float32."""
+        ...

@@ -1,0 +1,60 @@
+"""The operations of a decoder layer in plain torch, for a CPU and as the reference."""
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from stemserve.kernels.heads import Heads
+from stemserve.worker.models.chunked_gather import ChunkedGather, rows_at_once
+from stemserve.worker.models.layer_ops import PageWrites
+from stemserve.worker.models.model_config import ModelConfig
+from stemserve.worker.models.rope import RotaryEmbedding, Rotation, rotate
+
+
+class TorchOps:
+    def __init__(self, config: ModelConfig, device: torch.device) -> None:
+        self._config = config
+        self._rotary = RotaryEmbedding(config.rope, config.head_dim, device)
+
+    def norm(self, x: Tensor, weight: Tensor) -> Tensor:
+        return F.rms_norm(x, (self._config.hidden_size,), weight, self._config.rms_eps)
+
+    def add_norm(self, x: Tensor, residual: Tensor, weight: Tensor) -> Tensor:
+        residual += x
+        return self.norm(residual, weight)
+
+    def gate(self, gate_up: Tensor) -> Tensor:
+        gate, up = gate_up.chunk(2, dim=-1)
+        return F.silu(gate).mul_(up)
+
+    def heads(self, positions: Tensor, pages: PageWrites | None) -> "TorchHeads":
+        return TorchHeads(self._config, self._rotary.rotation(positions), pages)
+
+    def gather(self, weight: Tensor, logits: Callable[[Tensor], Tensor]) -> ChunkedGather:
+        return ChunkedGather(logits, rows_at_once(len(weight)))
+
+
+class TorchHeads:
+    """The heads of one step's rows."""
+
+    def __init__(self, config: ModelConfig, rotation: Rotation, pages: PageWrites | None) -> None:
+        self._config = config
+        self._rotation = rotation
+        self._pages = pages
+
+    def __call__(self, layer: int, qkv: Tensor, norm: Tensor | None) -> Heads:
+        config = self._config
+        by_head = qkv.view(len(qkv), -1, config.head_dim)
+        rotated, v = by_head.split_with_sizes(
+            [config.query_heads + config.kv_heads, config.kv_heads], dim=1
+        )
+        if norm is not None:
+            rotated = F.rms_norm(rotated, (config.head_dim,), eps=config.rms_eps) * norm
+        q, k = rotate(rotated, self._rotation).split_with_sizes(
+            [config.query_heads, config.kv_heads], dim=1
+        )
+        if self._pages is not None:
+            self._pages.write(layer, k, v)
+        return Heads(q, k, v)

@@ -1,0 +1,90 @@
+"""The operations of a decoder layer on a CUDA device: each one launch of a fused kernel."""
+
+from collections.abc import Callable
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from stemserve.kernels.fused_gate import silu_mul
+from stemserve.kernels.fused_heads import HeadTransform, PageTarget, split_heads
+from stemserve.kernels.fused_logits import chosen_logprobs
+from stemserve.kernels.fused_norm import add_rms_norm, rms_norm
+from stemserve.kernels.heads import Heads
+from stemserve.kernels.host_array import index_tensor
+from stemserve.worker.models.chunked_gather import ChunkedGather, rows_at_once
+from stemserve.worker.models.layer_ops import Gather, Gathered, PageWrites
+from stemserve.worker.models.model_config import ModelConfig
+from stemserve.worker.models.rope import RotaryEmbedding
+
+
+class TritonOps:
+    def __init__(self, config: ModelConfig, device: torch.device) -> None:
+        self._eps = config.rms_eps
+        self._transform = HeadTransform(
+            shape=config.heads, table=rotation_table(config, device), eps=config.rms_eps
+        )
+
+    def norm(self, x: Tensor, weight: Tensor) -> Tensor:
+        return rms_norm(x, weight, self._eps)
+
+    def add_norm(self, x: Tensor, residual: Tensor, weight: Tensor) -> Tensor:
+        return add_rms_norm(x, residual, weight, self._eps)
+
+    def gate(self, gate_up: Tensor) -> Tensor:
+        return silu_mul(gate_up)
+
+    def heads(self, positions: Tensor, pages: PageWrites | None) -> "TritonHeads":
+        return TritonHeads(self._transform, positions, pages)
+
+    def gather(self, weight: Tensor, logits: Callable[[Tensor], Tensor]) -> Gather:
+        if weight.dtype == torch.float32:  # for which the library's product is the faster one
+            return ChunkedGather(logits, rows_at_once(len(weight)))
+        return FusedGather(weight)
+
+
+class TritonHeads:
+    """The heads of one step's rows."""
+
+    def __init__(
+        self, transform: HeadTransform, positions: Tensor, pages: PageWrites | None
+    ) -> None:
+        self._transform = transform
+        self._positions = positions
+        self._pages = pages
+
+    def __call__(self, layer: int, qkv: Tensor, norm: Tensor | None) -> Heads:
+        return split_heads(qkv, self._positions, norm, self._transform, self._target(layer))
+
+    def _target(self, layer: int) -> PageTarget | None:
+        if self._pages is None:
+            return None
+        pages = self._pages
+        return PageTarget(
+            k_pages=pages.k_pages(layer), v_pages=pages.v_pages(layer), slots=pages.slots
+        )
+
+
+class FusedGather:
+    """Without the logits of tokens that nobody asked for."""
+
+    def __init__(self, weight: Tensor) -> None:
+        self._weight = weight  # [vocab, hidden]
+
+    def __call__(
+        self,
+        hidden: Tensor,  # [rows, hidden]
+        rows: NDArray[np.integer],  # [chosen]
+        tokens: NDArray[np.integer],  # [chosen]
+    ) -> Gathered:
+        at = index_tensor(np.stack((rows, tokens)), hidden.device)
+        chosen = chosen_logprobs(hidden, self._weight, at[0], at[1])
+        return Gathered(chosen.logprobs, chosen.argmax, ~chosen.lse.isfinite())
+
+
+def rotation_table(
+    config: ModelConfig, device: torch.device
+) -> Tensor:  # [context_tokens, 2, head_dim / 2] float32: cosines, then sines
+    rotary = RotaryEmbedding(config.rope, config.head_dim, device)
+    return torch.cat(rotary.rotation(torch.arange(config.context_tokens, device=device)), dim=1)

@@ -11,10 +11,13 @@ import numpy as np
 import torch
 
 from stemserve.kernels.calibration_blocks import Grid, measure_blocks
+from stemserve.kernels.calibration_layouts import PAGE_SIZE
 from stemserve.kernels.calibration_strategies import (
     CPU_EXTENT,
     GPU_EXTENT,
     Extent,
+    SteeredCosts,
+    StrategyMeter,
     measure_strategies,
 )
 from stemserve.kernels.cost_correction import Corrections, StrategyCorrection
@@ -23,7 +26,7 @@ from stemserve.kernels.engine_cost import BlockEngine, Cost
 from stemserve.kernels.engine_fit import Measurement, default_engine, fit_engines
 from stemserve.kernels.layout import HeadShape
 from stemserve.kernels.registry import strategies
-from stemserve.kernels.stopwatch import Bench
+from stemserve.kernels.stopwatch import Bench, StrategyBench
 from stemserve.kernels.strategy import TORCH, Phase, Work
 
 CPU_GRID = Grid()
@@ -57,12 +60,24 @@ def measure_cost_table(
     counter = _Counter(progress, plan.grid.points + plan.extent.layouts)
     bench = Bench(shape=shape, device=device, dtype=dtype)
     table = _table(bench, measure_blocks(bench, plan.grid, counter.step))
-    available = list(strategies(shape, device=device, dtype=dtype, costs=table).values())
     processors = 0 if on_cpu else _processors(device)
-    estimate = first_estimate(table, processors)
-    measured = measure_strategies(bench, available, estimate, plan.extent, counter.step)
+    meter = _meter(bench, table, first_estimate(table, processors), plan.extent)
+    measured = measure_strategies(meter, plan.extent, counter.step)
     counter.end()
     return fitted_table(table, measured, processors)
+
+
+def _meter(
+    bench: Bench, table: CostTable, estimate: Callable[[Work], float], extent: Extent
+) -> StrategyMeter:
+    costs = SteeredCosts(table)
+    available = strategies(bench.shape, device=bench.device, dtype=bench.dtype, costs=costs)
+    return StrategyMeter(
+        rig=StrategyBench(bench, pages=extent.pages, page_size=PAGE_SIZE, rows=extent.rows),
+        strategies=list(available.values()),
+        costs=costs,
+        estimate=estimate,
+    )
 
 
 def first_estimate(table: CostTable, processors: int) -> Callable[[Work], float]:

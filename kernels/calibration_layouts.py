@@ -23,8 +23,8 @@ class ScoreShape:
     items: int
     cached: bool
 
-    def layout(self) -> AttentionLayout:
-        """Consecutive pages, as the allocator gives them where it can."""
+    def layout(self, shuffle: np.random.Generator) -> AttentionLayout:
+        """Pages in random order, as a cache has them after a while."""
         pages = -(-self.prefix // PAGE_SIZE)
         context = [] if self.cached else [self.prefix]
         rows = int32([*context, *([self.item_rows] * self.items)])
@@ -32,7 +32,7 @@ class ScoreShape:
             page_size=PAGE_SIZE,
             node_parent=int32([-1]),
             node_page_indptr=int32([0, pages]),
-            node_pages=np.arange(1, pages + 1, dtype=np.int32),
+            node_pages=int32(shuffle.permutation(pages) + 1),
             node_tokens=int32([self.prefix]),
             segment_indptr=_indptr(rows),
             segment_node=np.zeros(len(rows), np.int32),

@@ -5,6 +5,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 
+import numpy as np
+
 from stemserve.kernels.calibration_layouts import (
     PAGE_SIZE,
     DecodeLimits,
@@ -13,10 +15,12 @@ from stemserve.kernels.calibration_layouts import (
     score_shapes,
 )
 from stemserve.kernels.cost_correction import layout_features
+from stemserve.kernels.cost_model import Costs, correction_key
+from stemserve.kernels.engine_cost import Cost, Float64
 from stemserve.kernels.engine_fit import Measurement
-from stemserve.kernels.layout import AttentionLayout
-from stemserve.kernels.stopwatch import Bench, StrategyBench
-from stemserve.kernels.strategy import TORCH, Phase, Strategy, Work
+from stemserve.kernels.layout import AttentionLayout, Int32
+from stemserve.kernels.stopwatch import StrategyBench
+from stemserve.kernels.strategy import TORCH, Kernel, Phase, Strategy, Work
 
 HOPELESS = 10.0  # times the least estimate: never chosen, and not measured
 
@@ -36,9 +40,11 @@ class Extent:
     def layouts(self) -> int:
         return self.score_layouts + self.decode_layouts
 
+    @property
     def pages(self) -> int:
         return max(self.score.prefix, self.decode.tokens) // PAGE_SIZE + self.decode.requests + 2
 
+    @property
     def rows(self) -> int:
         return max(self.score.rows + self.score.prefix, self.decode.requests)
 
@@ -48,7 +54,7 @@ class Extent:
         decodes = islice(decode_layouts(self.decode), self.decode_layouts)
         done = 0
         for number, shape in enumerate(scores, start=1):
-            yield Phase.PREFILL, shape.layout()
+            yield Phase.PREFILL, shape.layout(np.random.default_rng(number))
             while done * self.score_layouts < number * self.decode_layouts:
                 yield Phase.DECODE, next(decodes)
                 done += 1
@@ -74,50 +80,87 @@ GPU_EXTENT = Extent(
 )
 
 
-def measure_strategies(
-    bench: Bench,
-    strategies: Sequence[Strategy],
-    estimate: Callable[[Work], float],
-    extent: Extent,
-    progress: Callable[[], None],
-) -> list[Measurement]:
-    """`estimate` gives seconds; `progress` is called before each layout, measured or left out."""
-    rig = StrategyBench(bench, pages=extent.pages(), page_size=PAGE_SIZE, rows=extent.rows())
-    started = time.perf_counter()
-    measured: list[Measurement] = []
-    for phase, layout in extent.draw():
-        progress()
-        if time.perf_counter() - started > extent.budget_s:
-            continue
+class SteeredCosts:
+    """Costs with which a strategy that chooses its engines by cost takes those that are wanted."""
+
+    def __init__(self, costs: Costs) -> None:
+        self._costs = costs
+        self._asked: list[str] = []
+        self._wanted = ""
+
+    @property
+    def launch_seconds(self) -> float:
+        return self._costs.launch_seconds
+
+    def block_seconds(self, rows: Int32 | int, kv_tokens: Int32 | int) -> Float64:
+        return self._costs.block_seconds(rows, kv_tokens)
+
+    def strategy_cost(
+        self, phase: Phase, kernel: Kernel, layout: AttentionLayout, work: Work
+    ) -> Cost:
+        key = correction_key(kernel, work)
+        self._asked.append(key)
+        seconds = float(key != self._wanted)
+        return Cost(seconds, seconds)
+
+    def want(self, key: str) -> None:
+        """Of `correction_key`."""
+        self._wanted = key
+
+    def options(self, strategy: Strategy, layout: AttentionLayout) -> list[tuple[str, Work]]:
+        """By key, what the strategy may do; one where it does not choose."""
+        self._asked = []
+        work = strategy.work(layout)
+        found: list[tuple[str, Work]] = []
+        for key in dict.fromkeys(self._asked or [correction_key(strategy.kernel, work)]):
+            self.want(key)
+            found.append((key, strategy.work(layout)))
+        return found
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StrategyMeter:
+    """Measures what is promising."""
+
+    rig: StrategyBench
+    strategies: Sequence[Strategy]  # made with `costs`
+    costs: SteeredCosts
+    estimate: Callable[[Work], float]  # seconds of a layer, roughly
+
+    def measure(
+        self, phase: Phase, layout: AttentionLayout, longest_s: float
+    ) -> Iterator[Measurement]:
+        """Torch's paths only where there is nothing else."""
+        options = [
+            (strategy, key, work)
+            for strategy in self.strategies
+            if strategy.phase is phase and strategy.refusal(layout) is None
+            for key, work in self.costs.options(strategy, layout)
+        ]
+        faster = [found for found in options if {p.engine for p in found[2].parts} != {TORCH}]
+        seconds = [self.estimate(work) for _, _, work in faster or options]
+        limit = min(longest_s, HOPELESS * min(seconds, default=0.0))
         features = tuple(round(float(value), 3) for value in layout_features(layout))
-        for strategy, work in promising(strategies, phase, layout, estimate, extent.longest_s):
-            measured.append(
-                Measurement(
+        for (strategy, key, work), estimated in zip(faster or options, seconds, strict=True):
+            if estimated <= limit:
+                self.costs.want(key)
+                yield Measurement(
                     phase=phase,
                     kernel=strategy.kernel,
                     features=features,
                     work=work,
-                    cost=rig.measure(strategy, layout),
+                    cost=self.rig.measure(strategy, layout),
                 )
-            )
+
+
+def measure_strategies(
+    meter: StrategyMeter, extent: Extent, progress: Callable[[], None]
+) -> list[Measurement]:
+    """`progress` is called before each layout, measured or left out."""
+    started = time.perf_counter()
+    measured: list[Measurement] = []
+    for phase, layout in extent.draw():
+        progress()
+        if time.perf_counter() - started <= extent.budget_s:
+            measured += meter.measure(phase, layout, extent.longest_s)
     return measured
-
-
-def promising(
-    strategies: Sequence[Strategy],
-    phase: Phase,
-    layout: AttentionLayout,
-    estimate: Callable[[Work], float],
-    longest_s: float,
-) -> list[tuple[Strategy, Work]]:
-    """Those that take the layout and are not hopeless; torch's only where nothing else is."""
-    works = [
-        (strategy, strategy.work(layout))
-        for strategy in strategies
-        if strategy.phase is phase and strategy.refusal(layout) is None
-    ]
-    faster = [found for found in works if any(p.engine != TORCH for p in found[1].parts)]
-    estimated = [(estimate(work), strategy, work) for strategy, work in faster or works]
-    least = min((seconds for seconds, _, _ in estimated), default=0.0)
-    limit = min(HOPELESS * least, longest_s)
-    return [(strategy, work) for seconds, strategy, work in estimated if seconds <= limit]

@@ -14,7 +14,7 @@ from stemserve.kernels.codec_plan import (
     partial_starts,
     reduction_table,
 )
-from stemserve.kernels.cost_model import CostTable
+from stemserve.kernels.cost_model import Costs
 from stemserve.kernels.device_call import DeviceCall, FlatKV, device_call
 from stemserve.kernels.eligibility import decode_refusal
 from stemserve.kernels.host_array import index_tensor
@@ -41,7 +41,7 @@ class CodecAttention:
     phase = Phase.DECODE
 
     def __init__(
-        self, shape: HeadShape, device: torch.device, costs: CostTable, limits: CodecLimits
+        self, shape: HeadShape, device: torch.device, costs: Costs, limits: CodecLimits
     ) -> None:
         self._shape = shape
         self._device = device

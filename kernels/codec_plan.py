@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from stemserve.kernels.cost_model import CostTable
+from stemserve.kernels.cost_model import Costs
 from stemserve.kernels.engine_cost import Float64
 from stemserve.kernels.layout import Int32, int32
 from stemserve.kernels.prefix_forest import PrefixForest
@@ -50,7 +50,7 @@ class TaskList:
         return float(np.bincount(self.worker, self.seconds).max(initial=0.0))
 
 
-def divide(forest: PrefixForest, costs: CostTable, limits: CodecLimits) -> TaskList:
+def divide(forest: PrefixForest, costs: Costs, limits: CodecLimits) -> TaskList:
     """Tasks that cover every (row, token) of the forest once."""
     run, row_start, rows = _row_tiles(forest, limits.tile_rows)
     tokens = int32([run.tokens for run in forest.runs])[run]
@@ -73,7 +73,7 @@ def divide(forest: PrefixForest, costs: CostTable, limits: CodecLimits) -> TaskL
     )
 
 
-def split_counts(rows: Int32, tokens: Int32, costs: CostTable, limits: CodecLimits) -> Int32:
+def split_counts(rows: Int32, tokens: Int32, costs: Costs, limits: CodecLimits) -> Int32:
     """Parts of each tile, as few as keep every part under the least makespan that is possible.
 
     With all parts under a bound, no division takes less than (sum of costs) / workers; the bound

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import Protocol
 
 from stemserve.kernels.cost_correction import Corrections, layout_features
 from stemserve.kernels.engine_cost import (
@@ -14,6 +15,20 @@ from stemserve.kernels.engine_cost import (
 )
 from stemserve.kernels.layout import AttentionLayout, HeadShape, Int32
 from stemserve.kernels.strategy import TORCH, Kernel, Phase, Work
+
+
+class Costs(Protocol):
+    """What strategies choose and divide by."""
+
+    @property
+    def launch_seconds(self) -> float: ...  # of a call of the torch path
+
+    def block_seconds(self, rows: Int32 | int, kv_tokens: Int32 | int) -> Float64: ...
+
+    def strategy_cost(
+        self, phase: Phase, kernel: Kernel, layout: AttentionLayout, work: Work
+    ) -> Cost: ...  # of one layer
+
 
 SERIAL_DEVICE = "cpu"  # where the host computes what it launches
 

@@ -7,7 +7,7 @@ import torch
 from stemserve.kernels.cascade import CascadeAttention
 from stemserve.kernels.codec import CodecAttention
 from stemserve.kernels.codec_plan import CodecLimits
-from stemserve.kernels.cost_model import CostTable
+from stemserve.kernels.cost_model import Costs
 from stemserve.kernels.custom_mask import CustomMaskAttention
 from stemserve.kernels.layout import HeadShape
 from stemserve.kernels.multi_item import MultiItemAttention
@@ -23,7 +23,7 @@ def strategies(
     *,
     device: torch.device,
     dtype: torch.dtype,
-    costs: CostTable,
+    costs: Costs,
     limits: CodecLimits | None = None,
 ) -> dict[tuple[Phase, Kernel], Strategy]:
     """`limits` of the torch codec's task division; None: the device runs one task at a time.

@@ -43,7 +43,7 @@ class Reason(StrEnum):
     ONLY = "only"  # no other strategy takes the layout
 
 
-class Costs(Protocol):
+class StrategyCosts(Protocol):
     def strategy_cost(
         self, phase: Phase, kernel: Kernel, layout: AttentionLayout, work: Work
     ) -> Cost: ...  # of one layer
@@ -78,7 +78,9 @@ _Verdict = tuple[Kernel, Reason]
 
 
 class Dispatcher:
-    def __init__(self, strategies: Strategies, costs: Costs, *, forced: Kernel | None) -> None:
+    def __init__(
+        self, strategies: Strategies, costs: StrategyCosts, *, forced: Kernel | None
+    ) -> None:
         self._strategies = strategies
         self._costs = costs
         self._forced = forced

@@ -6,8 +6,10 @@ from itertools import islice
 import numpy as np
 import pytest
 import torch
-from tests.kernels.forests import head_shape
+from tests.kernels.forests import head_shape, items_over
+from torch import Tensor
 
+from stemserve.kernels.attention_state import AttentionState, LayerKV
 from stemserve.kernels.calibration import Plan, fitted_table, measure_cost_table
 from stemserve.kernels.calibration_blocks import Grid
 from stemserve.kernels.calibration_layouts import (
@@ -16,13 +18,14 @@ from stemserve.kernels.calibration_layouts import (
     decode_layouts,
     score_shapes,
 )
-from stemserve.kernels.calibration_strategies import Extent
+from stemserve.kernels.calibration_strategies import Extent, SteeredCosts, StrategyMeter
 from stemserve.kernels.cost_correction import layout_features
-from stemserve.kernels.cost_model import CostTable, correction_key
+from stemserve.kernels.cost_model import Costs, CostTable, correction_key
 from stemserve.kernels.cost_table_file import parse_tables, tables_json
 from stemserve.kernels.engine_cost import TileEngine
 from stemserve.kernels.engine_fit import Measurement, relative_fit
-from stemserve.kernels.layout import int32
+from stemserve.kernels.layout import AttentionLayout, int32
+from stemserve.kernels.stopwatch import Bench, StrategyBench
 from stemserve.kernels.strategy import Kernel, Part, Phase, Work
 
 SMALL = Plan(
@@ -70,7 +73,7 @@ def made_up(count: int, slowdown: float) -> list[Measurement]:
     """One engine that takes the blocks of a layout at once, and some time beside it."""
     measured: list[Measurement] = []
     for shape in islice(score_shapes(ScoreLimits()), count):
-        layout = shape.layout()
+        layout = shape.layout(np.random.default_rng(0))
         tokens = layout.chain_tokens + np.where(layout.segment_is_item, layout.segment_rows, 0)
         part = Part(engine="fast", rows=layout.segment_rows, kv_tokens=int32(tokens), causal=True)
         work = Work(parts=(part,))
@@ -133,4 +136,60 @@ def test_layouts_to_measure_stay_within_their_limits() -> None:
         assert (layout.node_tokens[layout.node_parent[layout.node_parent >= 0]] % 16 == 0).all()
     for shape in islice(score_shapes(ScoreLimits(rows=100)), 50):
         assert 1 <= shape.item_rows * shape.items <= 100
-        assert shape.layout().num_rows >= shape.item_rows * shape.items
+        assert shape.layout(np.random.default_rng(0)).num_rows >= shape.item_rows * shape.items
+
+
+class TwoWays:
+    """A strategy with a choice of engines, which plans what costs less."""
+
+    kernel = Kernel.RAGGED
+    phase = Phase.PREFILL
+
+    def __init__(self, costs: Costs) -> None:
+        self._costs = costs
+
+    def refusal(self, layout: AttentionLayout) -> str | None:
+        return None
+
+    def work(self, layout: AttentionLayout) -> Work:
+        def seconds(work: Work) -> float:
+            return self._costs.strategy_cost(self.phase, self.kernel, layout, work).seconds
+
+        parts = [
+            Part(engine=name, rows=layout.segment_rows, kv_tokens=layout.chain_tokens)
+            for name in ("slow", "fast")
+        ]
+        return min((Work(parts=(part,)) for part in parts), key=seconds)
+
+    def plan(self, layout: AttentionLayout) -> Work:
+        return self.work(layout)
+
+    def run(self, plan: Work, q: Tensor, kv: LayerKV) -> AttentionState:
+        return AttentionState(q, torch.zeros(q.shape[:2]))
+
+
+def test_a_strategy_that_chooses_its_engines_is_measured_with_each(costs: CostTable) -> None:
+    steered = SteeredCosts(costs)
+    bench = Bench(shape=head_shape(2, 1, 8), device=torch.device("cpu"), dtype=torch.float32)
+    meter = StrategyMeter(
+        rig=StrategyBench(bench, pages=4, page_size=16, rows=32),
+        strategies=[TwoWays(steered)],
+        costs=steered,
+        estimate=lambda work: 1.0,
+    )
+    measured = list(meter.measure(Phase.PREFILL, items_over(16, [2, 3]), longest_s=2.0))
+    assert [m.work.parts[0].engine for m in measured] == ["slow", "fast"]
+    assert all(m.cost.seconds > 0 for m in measured)
+
+
+def test_what_is_estimated_at_many_times_the_best_is_not_measured(costs: CostTable) -> None:
+    steered = SteeredCosts(costs)
+    bench = Bench(shape=head_shape(2, 1, 8), device=torch.device("cpu"), dtype=torch.float32)
+    meter = StrategyMeter(
+        rig=StrategyBench(bench, pages=4, page_size=16, rows=32),
+        strategies=[TwoWays(steered)],
+        costs=steered,
+        estimate=lambda work: 11.0 if work.parts[0].engine == "slow" else 1.0,
+    )
+    measured = list(meter.measure(Phase.PREFILL, items_over(16, [2, 3]), longest_s=99.0))
+    assert [m.work.parts[0].engine for m in measured] == ["fast"]

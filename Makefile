@@ -9,7 +9,7 @@ STAMP := $(VENV)/.installed
 PROTO_VENV := .venv-proto
 PROTOS := $(sort $(wildcard proto/v1/*.proto))
 
-.PHONY: install model demo test bench-cpu bench-ranking bench-yes-no check proto proto-check wheel clean
+.PHONY: install model demo test bench-cpu bench-ranking bench-yes-no bench-kernels check proto proto-check wheel clean
 
 install: $(STAMP)
 
@@ -46,6 +46,13 @@ bench-ranking: $(STAMP) $(MODEL)
 
 bench-yes-no: $(STAMP) $(MODEL)
 	PYTHONPATH=benchmarks $(BIN)/python benchmarks/bench_yes_no.py $(ARGS)
+
+# On a GPU. Where $(PYTHON) has a torch that sees one, it is used as it is; else what install makes.
+GPU_PYTHON = $(shell $(PYTHON) -c 'import torch, triton; print("$(PYTHON)" if torch.cuda.is_available() else "")' 2>/dev/null)
+
+bench-kernels:
+	@$(if $(GPU_PYTHON),,$(MAKE) --no-print-directory $(STAMP))
+	PYTHONPATH=src:benchmarks$(if $(PYTHONPATH),:$(PYTHONPATH)) $(or $(GPU_PYTHON),$(BIN)/python) benchmarks/bench_kernels.py $(ARGS)
 
 check: $(STAMP) proto-check
 	$(BIN)/ruff check .

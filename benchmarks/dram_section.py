@@ -11,7 +11,12 @@ from typing import Any
 Row = dict[str, Any]
 
 DRIVER = Path(__file__).parent / "measure_dram_bytes.py"
-METRICS = ("dram__bytes_read.sum", "dram__bytes_write.sum")
+READ, WRITTEN, L2_SECTORS = METRICS = (
+    "dram__bytes_read.sum",
+    "dram__bytes_write.sum",
+    "lts__t_sectors_op_read.sum",  # that the L2 cache was asked for
+)
+SECTOR_BYTES = 32
 MARKER = "spin_kernel"
 LONGEST_S = 120
 
@@ -51,7 +56,7 @@ def counted(output: str) -> list[Row]:
     profile = [line for line in lines[headers[0] :] if line.startswith('"')]
     for entry in csv.DictReader(profile):
         if MARKER in entry["Kernel Name"]:
-            if entry["Metric Name"] == METRICS[0]:
+            if entry["Metric Name"] == READ:
                 groups.append(dict.fromkeys(METRICS, 0.0))
         elif groups:
             groups[-1][entry["Metric Name"]] += float(entry["Metric Value"].replace(",", ""))
@@ -59,15 +64,19 @@ def counted(output: str) -> list[Row]:
         raise NoCounters(f"{len(groups)} marked calls in the profile, {len(calls)} were made")
     return [
         call
-        | {"read_bytes": int(group[METRICS[0]]), "written_bytes": int(group[METRICS[1]])}
-        | {"read_over_unique_kv": round(group[METRICS[0]] / call["kv_bytes"], 4)}
+        | {
+            "read_bytes": int(group[READ]),
+            "written_bytes": int(group[WRITTEN]),
+            "l2_read_bytes": int(group[L2_SECTORS]) * SECTOR_BYTES,
+            "read_over_unique_kv": round(group[READ] / call["kv_bytes"], 4),
+        }
         for call, group in zip(calls, groups, strict=True)
     ]
 
 
-def savings(rows: list[Row]) -> dict[str, float]:
+def savings(rows: list[Row], kind: str = "read_bytes") -> dict[str, float]:
     """Bytes that paged decode reads over those that tree decode reads, a tree."""
-    read = {(row["tree"], row["engine"]): row["read_bytes"] for row in rows}
+    read = {(row["tree"], row["engine"]): row[kind] for row in rows}
     return {
         tree: round(read[tree, "fi_decode"] / ours, 2)
         for (tree, engine), ours in read.items()

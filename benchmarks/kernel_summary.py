@@ -143,3 +143,52 @@ def best_ms(row: Row | None) -> float | None:
 def plan_ms(plans: Sequence[Row], requests: int) -> float | None:
     """The slowest plan of so many requests."""
     return max((row["plan_ms"] for row in plans if row["requests"] == requests), default=None)
+
+
+def calibration(table: Sequence[Row], trees: Sequence[Row], shapes: Sequence[Row]) -> list[Row]:
+    """Measured over predicted time, for each strategy of each phase."""
+    ratios: dict[tuple[str, str], list[float]] = {}
+    for row in (*table, *trees):
+        for name, predicted in row.get("predicted_us", {}).items():
+            us = engine_us(row, name)
+            if us is not None and not isinstance(predicted, str):
+                ratios.setdefault(("decode", name), []).append(us / predicted)
+    for row in shapes:
+        for name, found in row["strategies"].items():
+            if "us" in found:
+                ratio = float(found["us"]) / float(found["predicted_us"])
+                ratios.setdefault(("prefill", name), []).append(ratio)
+    return [
+        {
+            "phase": phase,
+            "strategy": name,
+            "count": len(values),
+            "measured_over_predicted": rounded(geometric(values)),
+            "typical_error": rounded(_typical_factor(values) - 1),
+            "worst_error": rounded(max(max(value, 1 / value) for value in values) - 1),
+        }
+        for (phase, name), values in sorted(ratios.items())
+    ]
+
+
+def _typical_factor(ratios: Sequence[float]) -> float:
+    """Geometric mean of how far each is off, up or down."""
+    return math.exp(sum(abs(math.log(value)) for value in ratios) / len(ratios))
+
+
+def details(
+    table: Sequence[Row], trees: Sequence[Row], peers: Sequence[str]
+) -> dict[str, float | None]:
+    """The same ratios with a cold L2 and for each set of trees."""
+    figures: dict[str, float | None] = {}
+    for label, rows in (("table", table), ("trees", trees)):
+        for kind in ("us", "cold_us"):
+            name = f"{label}_{'warm' if kind == 'us' else 'cold'}"
+            figures[f"{name}_vs_floor"] = over_floor(rows, kind)
+            figures[f"{name}_vs_best_peer"] = geometric(peer_ratios(rows, peers, kind))
+            figures[f"{name}_worst_vs_best_peer"] = min(
+                peer_ratios(rows, peers, kind), default=None
+            )
+            for peer in peers:
+                figures[f"{name}_vs_{peer}"] = geometric(peer_ratios(rows, [peer], kind))
+    return {name: rounded(value) for name, value in figures.items()}

@@ -12,12 +12,13 @@ from typing import Any
 import torch
 from decode_engines import Engine
 from division_section import FULL, PARTS, division_engine
-from kernel_trees import Case, make_kv, repaged, table_cases
+from kernel_trees import TREES_FILE, Case, file_cases, make_kv, repaged, table_cases
 
 TREES = (
     "1 x 51200 + 16 x 512",
-    "binary, depth 5, 4096",
+    "8 x (4096 + 8 x 256)",
     "chain of 16 x 4096, a leaf of 256 each",
+    "codec/batch64_root120000",
 )
 FLUSH_BYTES = 256 << 20
 
@@ -55,7 +56,7 @@ def profiled(case: Case, engine: Engine, other: torch.Tensor) -> None:
 def main() -> None:
     other = torch.empty(FLUSH_BYTES, dtype=torch.uint8, device="cuda")
     calls: list[dict[str, Any]] = []
-    for case in table_cases():
+    for case in [*table_cases(), *file_cases(TREES_FILE)]:
         if case.name in TREES:
             for engine in engines():
                 profiled(case, engine, other)

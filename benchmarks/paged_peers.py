@@ -1,6 +1,7 @@
 """Peers that read shared pages through block tables: FlashInfer's, and a FlashAttention 3 build."""
 
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -61,6 +62,12 @@ def block_tables(case: Case) -> BlockTables:
     return BlockTables(pages=[case.layout.chain_pages(leaf) for leaf in case.leaves])
 
 
+@cache
+def _workspace() -> torch.Tensor:
+    """Of one engine at a time: what is in it lives no longer than a call."""
+    return torch.empty(WORKSPACE_BYTES, dtype=torch.uint8, device="cuda")
+
+
 def _device(array: NDArray[np.integer]) -> torch.Tensor:
     return torch.from_numpy(array).cuda()
 
@@ -72,9 +79,8 @@ def _heads(case: Case) -> tuple[int, int, int]:
 def _flashinfer_decode(case: Case, q: torch.Tensor) -> Call:
     import flashinfer
 
-    workspace = torch.empty(WORKSPACE_BYTES, dtype=torch.uint8, device="cuda")
     wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(
-        workspace, "NHD", use_tensor_cores=True, backend="fa2"
+        _workspace(), "NHD", use_tensor_cores=True, backend="fa2"
     )
     tables = block_tables(case)
     tail = int32((case.layout.chain_tokens - 1) % PAGE_TOKENS + 1)
@@ -126,14 +132,13 @@ def _flashinfer_xqa(case: Case, q: torch.Tensor) -> Call:
 
     table = _device(block_tables(case).padded)
     lengths = _device(case.layout.chain_tokens.astype(np.int64)).to(torch.uint32).unsqueeze(1)
-    workspace = torch.empty(WORKSPACE_BYTES, dtype=torch.uint8, device="cuda")
     semaphores = torch.zeros(XQA_SEMAPHORES, dtype=torch.int32, device="cuda").view(torch.uint32)
     beams, out = q.unsqueeze(1), torch.empty_like(q)
     target = out.unsqueeze(1)
 
     def call(kv: LayerKV) -> torch.Tensor:
         xqa(
-            beams, kv.k_pages, kv.v_pages, table, lengths, target, workspace, semaphores,
+            beams, kv.k_pages, kv.v_pages, table, lengths, target, _workspace(), semaphores,
             case.shape.kv_heads, PAGE_TOKENS,
         )  # fmt: skip
         return out
@@ -163,8 +168,7 @@ def _cascade(case: Case, q: torch.Tensor, backend: str | None) -> Call:
     import flashinfer
 
     stages, layout = cascade_levels(case), case.layout
-    workspace = torch.empty(WORKSPACE_BYTES, dtype=torch.uint8, device="cuda")
-    wrapper = flashinfer.MultiLevelCascadeAttentionWrapper(len(stages), workspace, "NHD")
+    wrapper = flashinfer.MultiLevelCascadeAttentionWrapper(len(stages), _workspace(), "NHD")
     if backend is not None:
         for level in wrapper._batch_prefill_wrappers:
             level._backend = backend

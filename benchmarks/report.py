@@ -23,7 +23,7 @@ def write(path: Path, *, command: str, threads: int, results: Mapping[str, Any])
 def _machine() -> dict[str, Any]:
     return {
         "date": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
-        "commit": _commit(),
+        "commit": commit(),
         "cpu": _cpu_model(),
         "cores": os.cpu_count(),
         "load_average_1min": round(os.getloadavg()[0], 2),
@@ -39,10 +39,16 @@ def _cpu_model() -> str:
     return f"{fields['model name']}, family {fields['cpu family']}, model {fields['model']}"
 
 
-def _commit() -> str:
+def commit() -> str:
+    """Of this checkout; unknown without git, or outside a checkout."""
     here = Path(__file__).parent
     git = ["git", "-C", str(here)]
-    head = subprocess.run([*git, "rev-parse", "--short", "HEAD"], capture_output=True, text=True)
+    try:
+        head = subprocess.run(
+            [*git, "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=True
+        )
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"
     # Results are written while they are made: they are no change of the code.
     diff = [*git, "status", "--porcelain", "--untracked-files=no", "--", "..", ":!results"]
     changes = subprocess.run(diff, capture_output=True, text=True)

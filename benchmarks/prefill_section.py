@@ -1,0 +1,194 @@
+"""Measure every strategy of prefill on a shape, and what dispatch's choice costs there."""
+
+import statistics
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from choices import Choices, worth_timing
+from decode_section import WRONG
+from kernel_clock import eager_us, graph_of, host_ms, replay_us
+from kernel_summary import NO_DIFFERENCE_US, regret
+from kernel_trees import node_slots
+from numpy.typing import NDArray
+from prefill_shapes import PrefillShape
+
+from stemserve.kernels.attention_state import AttentionState, LayerKV
+from stemserve.kernels.layout import AttentionLayout, HeadShape
+from stemserve.kernels.strategy import Kernel, Phase, Strategy
+from stemserve.worker.dispatch import Prediction
+
+Row = dict[str, Any]
+
+CHECKED_ROWS = 24  # of the output, beside the first and last
+FULL_PROMPT_BYTES = 16 << 30  # more are not made
+
+
+def measure_shape(shape: PrefillShape, choices: Choices, rounds: int) -> Row:
+    layout, heads = shape.layout(), shape.heads
+    predictions = choices.predictions(Phase.PREFILL, layout, heads)
+    q, kv = inputs(layout, heads, choices.dtype)
+    found: dict[str, Row] = {str(p.kernel): _listed(p) for p in predictions}
+    calls: dict[str, partial[AttentionState]] = {}
+    for prediction in worth_timing(predictions):
+        strategy = choices.strategies(heads)[Phase.PREFILL, prediction.kernel]
+        entry, call = _prepare(strategy, layout, q, kv, heads)
+        found[str(prediction.kernel)] = {"predicted_us": _us(prediction.seconds)} | entry
+        if call is not None:
+            calls[str(prediction.kernel)] = call
+    for name, us in _in_turns(calls, rounds).items():
+        found[name]["us"] = us
+        found[name]["graph_us"] = _graph_us(calls[name])
+    chosen = str(predictions[0].kernel)
+    times = {name: float(found[name]["us"]) for name in calls}
+    return _facts(shape) | {
+        "chosen": chosen,
+        "regret": regret(times, chosen, NO_DIFFERENCE_US) if times else None,
+        "strategies": found,
+        **_full_prompts(shape, choices, predictions[0].seconds),
+    }
+
+
+def _facts(shape: PrefillShape) -> Row:
+    return {
+        "prefix": shape.prefix,
+        "item": shape.item,
+        "items": shape.items,
+        "heads": [shape.query_heads, shape.kv_heads, shape.heads.head_dim],
+        "cached": shape.cached,
+        "grid": shape.grid,
+        "rows": shape.rows,
+        "flops": shape.flops,
+        "floor_us": round(shape.floor_us, 4),
+    }
+
+
+def _us(seconds: float) -> float:
+    return float(f"{seconds * 1e6:.5g}")
+
+
+def _listed(prediction: Prediction) -> Row:
+    """Of a strategy that is not timed."""
+    if prediction.refusal is not None:
+        return {"refused": prediction.refusal}
+    return {"far_us": _us(prediction.seconds)}
+
+
+def _prepare(
+    strategy: Strategy, layout: AttentionLayout, q: torch.Tensor, kv: LayerKV, heads: HeadShape
+) -> tuple[Row, partial[AttentionState] | None]:
+    try:
+        plan = strategy.plan(layout)
+        call = partial(strategy.run, plan, q, kv)
+        error = checked_error(layout, q, kv, heads, call().out)
+        if not error < WRONG:
+            return {"wrong": True, "error": error}, None
+        entry = {
+            "error": float(f"{error:.3g}"),
+            "plan_ms": round(host_ms(partial(strategy.plan, layout), 3), 3),
+        }
+        return entry, call
+    except Exception as reason:  # one strategy's failure is listed, the others go on
+        torch.cuda.synchronize()
+        return {"failed": repr(reason)[:300]}, None
+
+
+def _in_turns(calls: dict[str, partial[AttentionState]], rounds: int) -> dict[str, float]:
+    """Back-to-back eager calls decide, as they do between the layers of a model."""
+    times: dict[str, list[float]] = {name: [] for name in calls}
+    for _ in range(rounds):
+        for name, call in calls.items():
+            times[name].append(eager_us(call))
+    return {name: round(statistics.median(us), 2) for name, us in times.items()}
+
+
+def _graph_us(call: partial[AttentionState]) -> float | None:
+    """The device alone, where the call can be captured."""
+    try:
+        return round(replay_us(graph_of([call])), 2)
+    except RuntimeError:
+        torch.cuda.synchronize()
+        return None
+
+
+def _full_prompts(shape: PrefillShape, choices: Choices, best_seconds: float) -> Row:
+    """Every item's whole prompt computed by itself, by the naive strategy or a faster one."""
+    heads = shape.heads
+    rows = max(1, shape.items) * (shape.prefix + shape.item)
+    if rows * heads.query_heads * heads.head_dim * 8 > FULL_PROMPT_BYTES or not shape.items:
+        return {}
+    layout = shape.full_prompts()
+    predictions = choices.predictions(Phase.PREFILL, layout, heads)
+    able = [found for found in predictions if found.refusal is None]
+    tried = {found.kernel: found for found in able[:1] + able if _is_tried(found, able[0])}
+    if not shape.grid and able[0].seconds > 10 * best_seconds:
+        return {"full_prompts_far_us": _us(able[0].seconds)}
+    q, kv = inputs(layout, heads, choices.dtype)
+    times: dict[str, float] = {}
+    for kernel in tried:
+        strategy = choices.strategies(heads)[Phase.PREFILL, kernel]
+        entry, call = _prepare(strategy, layout, q, kv, heads)
+        if call is not None:
+            times[str(kernel)] = round(eager_us(call, most_calls=10), 2)
+    if not times:
+        return {}
+    fastest = min(times, key=lambda name: times[name])
+    return {"full_prompts_us": times[fastest], "full_prompts_by": fastest}
+
+
+def _is_tried(found: Prediction, best: Prediction) -> bool:
+    near = found.seconds <= 2 * best.seconds
+    return found.kernel is best.kernel or (found.kernel is Kernel.NAIVE and near)
+
+
+def inputs(
+    layout: AttentionLayout, heads: HeadShape, dtype: torch.dtype
+) -> tuple[torch.Tensor, LayerKV]:
+    """Random q and K/V; the rows of a stored segment have the K/V that its pages have."""
+    pages = (len(layout.node_pages), layout.page_size, heads.kv_heads, heads.head_dim)
+    k_pages, v_pages = (torch.randn(pages, dtype=dtype, device="cuda") for _ in range(2))
+    rows = (layout.num_rows, heads.kv_heads, heads.head_dim)
+    k_rows, v_rows = (torch.randn(rows, dtype=dtype, device="cuda") for _ in range(2))
+    for segment in np.flatnonzero(~layout.segment_is_item):
+        begin, end = (int(i) for i in layout.segment_indptr[segment : segment + 2])
+        own = torch.from_numpy(chain_slots(layout, int(segment))[begin - end :]).cuda()
+        k_rows[begin:end] = k_pages.flatten(0, 1)[own]
+        v_rows[begin:end] = v_pages.flatten(0, 1)[own]
+    q = torch.randn(layout.num_rows, heads.query_heads, heads.head_dim, dtype=dtype, device="cuda")
+    return q, LayerKV(k_pages, v_pages, k_rows, v_rows)
+
+
+def chain_slots(layout: AttentionLayout, segment: int) -> NDArray[np.int64]:
+    nodes = layout.chain(int(layout.segment_node[segment]))
+    return np.concatenate([np.empty(0, np.int64), *(node_slots(layout, node) for node in nodes)])
+
+
+def checked_error(
+    layout: AttentionLayout, q: torch.Tensor, kv: LayerKV, heads: HeadShape, out: torch.Tensor
+) -> float:
+    """Relative to float64, over the first, the last and some random rows."""
+    drawn = np.random.default_rng(layout.num_rows).integers(0, layout.num_rows, CHECKED_ROWS)
+    rows = [0, layout.num_rows - 1, *(int(row) for row in drawn)]
+    exact = torch.stack([exact_row(layout, q, kv, heads, row) for row in rows])
+    return float((out[rows].double() - exact).norm() / exact.norm())
+
+
+def exact_row(
+    layout: AttentionLayout, q: torch.Tensor, kv: LayerKV, heads: HeadShape, row: int
+) -> torch.Tensor:  # [query_heads, head_dim]
+    segment = int(np.searchsorted(layout.segment_indptr, row, side="right")) - 1
+    begin, end = (int(i) for i in layout.segment_indptr[segment : segment + 2])
+    slots = chain_slots(layout, segment)
+    item = bool(layout.segment_is_item[segment])
+    if not item:
+        slots = slots[: len(slots) - (end - 1 - row)]
+    index = torch.from_numpy(slots).to(q.device)
+    own = slice(begin, row + 1 if item else begin)
+    keys, values = (
+        torch.cat([pages.flatten(0, 1)[index], rows[own]]).double().transpose(0, 1)
+        for pages, rows in ((kv.k_pages, kv.k_rows), (kv.v_pages, kv.v_rows))
+    )
+    queries = q[row].double().view(heads.kv_heads, heads.group, heads.head_dim)
+    weights = (queries @ keys.transpose(1, 2) * heads.scale).softmax(-1)
+    return (weights @ values).view(heads.query_heads, heads.head_dim)

@@ -47,12 +47,13 @@ bench-ranking: $(STAMP) $(MODEL)
 bench-yes-no: $(STAMP) $(MODEL)
 	PYTHONPATH=benchmarks $(BIN)/python benchmarks/bench_yes_no.py $(ARGS)
 
-# On a GPU. Where $(PYTHON) has a torch that sees one, it is used as it is; else what install makes.
-GPU_PYTHON = $(shell $(PYTHON) -c 'import torch, triton; print("$(PYTHON)" if torch.cuda.is_available() else "")' 2>/dev/null)
+# On a GPU. Where $(PYTHON) has what it needs and sees a GPU, it is used as it is.
+GPU_READY := import google.rpc, sys, torch, triton; sys.exit(not torch.cuda.is_available())
 
 bench-kernels:
-	@$(if $(GPU_PYTHON),,$(MAKE) --no-print-directory $(STAMP))
-	PYTHONPATH=src:benchmarks$(if $(PYTHONPATH),:$(PYTHONPATH)) $(or $(GPU_PYTHON),$(BIN)/python) benchmarks/bench_kernels.py $(ARGS)
+	@python=$(PYTHON); $$python -c '$(GPU_READY)' 2>/dev/null \
+		|| { $(MAKE) --no-print-directory install && python=$(BIN)/python; }; \
+	PYTHONPATH=src:benchmarks:$$PYTHONPATH $$python benchmarks/bench_kernels.py $(ARGS)
 
 check: $(STAMP) proto-check
 	$(BIN)/ruff check .

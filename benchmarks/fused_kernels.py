@@ -98,13 +98,14 @@ class Cases:
         size = 2 * rows * numbers
         count = max(2, min(MOST_SETS, math.ceil(COLD_BYTES / size)))
         sets = [[randn(rows, width) for width in widths] for _ in range(count)]
+        copies = [[x.clone() for x in inputs] for inputs in sets]  # some change in place
         return Case(
             name=name,
             model=self._model,
             rows=rows,
             floor_us=size / BYTES_PER_US,
             ours=[partial(call, self._ours, *inputs) for inputs in sets],
-            torch_way=[partial(call, self._torch, *inputs) for inputs in sets],
+            torch_way=[partial(call, self._torch, *inputs) for inputs in copies],
         )
 
     def _norm(self, rows: int) -> Case:
@@ -169,13 +170,14 @@ class Cases:
 
 def full_logprobs(hidden: Tensor, weight: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
     """Of one token a row, with the most likely token of each row."""
-    parts: list[tuple[Tensor, Tensor]] = []
-    for some, chosen in zip(hidden.split(CHUNK_ROWS), tokens.split(CHUNK_ROWS), strict=True):
-        logits = F.linear(some, weight).float()
-        logprobs = logits.log_softmax(-1).gather(1, chosen[:, None]).squeeze(1)
-        parts.append((logprobs, logits.argmax(-1)))
-    logprobs, argmax = zip(*parts, strict=True)
-    return torch.cat(logprobs), torch.cat(argmax)
+    logprobs = torch.empty(len(hidden), device=hidden.device)
+    argmax = torch.empty_like(tokens)
+    for start in range(0, len(hidden), CHUNK_ROWS):
+        some = slice(start, start + CHUNK_ROWS)
+        logits = F.linear(hidden[some], weight).float()
+        logprobs[some] = logits.log_softmax(-1).gather(1, tokens[some, None]).squeeze(1)
+        argmax[some] = logits.argmax(-1)
+    return logprobs, argmax
 
 
 def measured(case: Case, rounds: int = ROUNDS) -> Row:

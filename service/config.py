@@ -101,6 +101,7 @@ class WorkerConfig:
     page_size: int | None = None
     threads: int | None = None
     kernel: str | None = None  # forces one attention strategy, for debugging
+    cost_table: Path | None = None  # what `stemserve calibrate` wrote
     step_timeout_s: float = 300.0  # a worker that is silent for this long is replaced
 
     def __post_init__(self) -> None:
@@ -135,6 +136,7 @@ class WorkerConfig:
             "--max-step-tokens": max_step_tokens,
             "--threads": self.threads,
             "--kernel": self.kernel,
+            "--cost-table": self.cost_table,
             "--log-level": log_level,
         }
         words = [sys.executable, "-m", "stemserve.worker"]

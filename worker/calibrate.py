@@ -2,14 +2,20 @@
 
 import argparse
 import logging
-from collections.abc import Sequence
+import sys
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
+from rich.progress import Progress as ProgressBar
 
-from stemserve.kernels.calibration import measure_cost_table
+from stemserve.kernels.calibration import Progress, measure_cost_table, plan_for
 from stemserve.kernels.cost_table_file import tables_json
+from stemserve.kernels.layout import HeadShape
 from stemserve.worker.config import ConfigError, Device, Dtype, positive
 from stemserve.worker.models.loader import read_model_config
 from stemserve.worker.start import pick_device, pick_dtype
@@ -17,18 +23,23 @@ from stemserve.worker.start import pick_device, pick_dtype
 log = logging.getLogger(__name__)
 
 PROGRESS_LINES = 10
+INTERRUPTED = 130  # as a shell counts Ctrl-C
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CalibrateConfig:
-    model: Path
+    model: Path | None
+    heads: list[HeadShape]
     output: Path
     dtype: Dtype
     device: Device
     threads: int | None
+    quick: bool
 
     def __post_init__(self) -> None:
-        if not self.model.exists():
+        if (self.model is None) == (not self.heads):
+            raise ConfigError("give --model or --heads")
+        if self.model is not None and not self.model.exists():
             raise ConfigError(f"--model {self.model} does not exist")
         if not self.output.parent.is_dir():
             raise ConfigError(f"--output {self.output}: there is no folder {self.output.parent}")
@@ -40,17 +51,51 @@ def calibrate(arguments: Sequence[str]) -> int:
     if config.threads is not None:
         torch.set_num_threads(config.threads)
     device = pick_device(config.device)
-    model = read_model_config(config.model)
-    dtype = pick_dtype(config.dtype, device) or model.checkpoint_dtype or torch.float32
-    table = measure_cost_table(model.heads, device, dtype, _log_progress)
-    config.output.write_text(tables_json([table]))
+    heads, checkpoint_dtype = config.heads, None
+    if config.model is not None:
+        model = read_model_config(config.model)
+        heads, checkpoint_dtype = [model.heads], model.checkpoint_dtype
+    dtype = pick_dtype(config.dtype, device) or checkpoint_dtype or torch.float32
+    try:
+        plan = plan_for(device, quick=config.quick)
+        with _progress() as progress:
+            tables = [measure_cost_table(shape, device, dtype, progress, plan) for shape in heads]
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    config.output.write_text(tables_json(tables))
     log.info("wrote %s; use it with --cost-table", config.output)
     return 0
+
+
+@contextmanager
+def _progress() -> Generator[Progress]:
+    """A bar in a terminal, else a line now and then."""
+    if not sys.stderr.isatty():
+        yield _log_progress
+        return
+    console = Console(stderr=True)
+    columns = (TextColumn("measuring"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with ProgressBar(*columns, console=console) as bar:
+        task = bar.add_task("", total=None)
+        yield lambda done, total: bar.update(task, completed=done, total=total)
 
 
 def _log_progress(done: int, total: int) -> None:
     if done % max(1, total // PROGRESS_LINES) == 0:
         log.info("measured %d of %d points", done, total)
+
+
+def head_shape(text: str) -> HeadShape:
+    """16/8/128: query heads, KV heads, head_dim."""
+    query_heads, kv_heads, head_dim = map(int, text.split("/"))
+    if min(query_heads, kv_heads, head_dim) < 1:
+        raise ValueError(text)
+    return HeadShape(
+        query_heads=query_heads, kv_heads=kv_heads, head_dim=head_dim, scale=head_dim**-0.5
+    )
+
+
+head_shape.__name__ = "shape of heads"  # argparse names the type in its message
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -63,12 +108,20 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--model",
         type=Path,
-        required=True,
         metavar="PATH",
         help="Hugging Face folder, config.json or GGUF file; only its heads are read",
+    )
+    parser.add_argument(
+        "--heads",
+        type=head_shape,
+        action="append",
+        default=[],
+        metavar="16/8/128",
+        help="query heads, KV heads and head_dim, instead of a model; may be given several times",
     )
     parser.add_argument("--output", type=Path, required=True, metavar="FILE", help="JSON file")
     parser.add_argument("--dtype", type=Dtype, choices=list(Dtype), default=Dtype.AUTO)
     parser.add_argument("--device", type=Device, choices=list(Device), default=Device.AUTO)
     parser.add_argument("--threads", type=positive, metavar="N", help="CPU threads of torch")
+    parser.add_argument("--quick", action="store_true", help="fewer points: rougher, faster")
     return parser

@@ -48,6 +48,7 @@ KEYS: Mapping[str, str] = {  # of the configuration, by the parameter of `serve`
     "page_size": "worker.page_size",
     "threads": "worker.threads",
     "kernel": "worker.kernel",
+    "cost_table": "worker.cost_table",
     "max_step_tokens": "limits.max_step_tokens",
     "max_queued_requests": "limits.max_queued_requests",
     "max_queued_tokens": "limits.max_queued_tokens",
@@ -136,6 +137,9 @@ def serve(
     threads: Annotated[int | None, _worker("CPU threads of the model; else torch decides.")] = None,
     kernel: Annotated[
         str | None, _worker(_choices(KERNELS, "Force an attention strategy, for debugging. "))
+    ] = None,
+    cost_table: Annotated[
+        Path | None, _worker("Costs of attention that stemserve calibrate measured.")
     ] = None,
     max_step_tokens: Annotated[
         int, _limit("Rows of one step; longer prompts take several.")

@@ -258,3 +258,23 @@ def test_a_killed_server_leaves_no_worker(
     while Path(f"/proc/{worker}").exists() and time.monotonic() < deadline:
         time.sleep(0.05)
     assert not Path(f"/proc/{worker}").exists()
+
+
+def test_calibrate_writes_costs_that_serve_takes(
+    run_process: Run, tiny_model: Path, tmp_path: Path, start_server: StartServer
+) -> None:
+    costs = tmp_path / "costs.json"
+    words = ["--model", tiny_model, "--output", costs, "--threads", 1, "--quick"]
+    done = run_process("calibrate", *words)
+    assert done.returncode == 0, done.stderr
+    assert f"--cost-table {costs}" in done.stdout
+    table = json.loads(costs.read_text())["tables"][0]
+    assert (table["device"], table["threads"]) == ("cpu", 1)
+    options = ["--model", tiny_model, "--load-format", "dummy", "--kv-pages", 99]
+    start_server(*options, "--cost-table", costs)
+
+
+def test_calibrate_says_what_is_wrong(run_process: Run, tmp_path: Path) -> None:
+    done = run_process("calibrate", "--model", tmp_path / "nothing")
+    assert done.returncode == 1
+    assert "no such name or path" in done.stderr

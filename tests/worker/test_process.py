@@ -228,7 +228,7 @@ def test_calibrate_writes_a_table_that_a_worker_takes(
     folder: Path, oracle: LlamaForCausalLM, tmp_path: Path
 ) -> None:
     output = tmp_path / "measured.json"
-    words = [sys.executable, "-m", "stemserve.worker", "calibrate", "--threads", "1"]
+    words = [sys.executable, "-m", "stemserve.worker", "calibrate", "--quick", "--threads", "1"]
     words += ["--model", str(folder), "--output", str(output)]
     subprocess.run(words, check=True, timeout=120, capture_output=True)
     (table,) = load_cost_tables(output)

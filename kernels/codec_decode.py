@@ -12,12 +12,12 @@ from torch import Tensor
 from stemserve.kernels import codec_triton
 from stemserve.kernels.attention_state import AttentionState, LayerKV
 from stemserve.kernels.codec_division import Division, PieceCosts
-from stemserve.kernels.codec_pieces import DEFAULT_COSTS, DEFAULT_DIVISION, divide, piece_tokens
-from stemserve.kernels.codec_streams import tile_streams
-from stemserve.kernels.codec_tables import DeviceTables, HostTables, host_tables
+from stemserve.kernels.codec_pieces import DEFAULT_COSTS, DEFAULT_DIVISION
+from stemserve.kernels.codec_planner import Planner
+from stemserve.kernels.codec_tables import DeviceTables, HostTables
 from stemserve.kernels.codec_tiles import STEP_TOKENS, TILE_ROWS
 from stemserve.kernels.eligibility import decode_refusal
-from stemserve.kernels.layout import AttentionLayout, HeadShape, int32
+from stemserve.kernels.layout import AttentionLayout, HeadShape
 from stemserve.kernels.strategy import Kernel, Part, Phase, Work
 
 PAGE_SIZES = tuple(size for size in (8, 16, 32, 64) if size <= STEP_TOKENS)
@@ -80,9 +80,8 @@ class DecodePlan:
 
 def host_work(host: HostTables) -> Work:
     pieces = host.pieces
-    rows = int32(pieces.high - pieces.low)
-    tokens = piece_tokens(host.streams, pieces, host.layout.page_size)
-    tree = Part(engine="tree", rows=rows, kv_tokens=tokens)
+    rows = pieces.high - pieces.low
+    tree = Part(engine="tree", rows=rows, kv_tokens=pieces.tokens)
     if not host.merges:
         return Work(parts=(tree,))
     return Work(parts=(tree, Part(engine="merge", rows=rows, kv_tokens=np.zeros_like(rows))))
@@ -148,17 +147,21 @@ class CodecDecode:
             return f"a group of {self.shape.group} heads exceeds a tile of {TILE_ROWS} rows"
         return None
 
-    def host_plan(self, layout: AttentionLayout) -> HostTables:
-        group, bins = self.shape.group, self.bins
-        streams = tile_streams(layout, group, bins, self.numbers.window)
-        pieces = divide(streams, group, layout.page_size, bins, self._costs, self.division)
-        return host_tables(layout, streams, pieces, group, bins)
+    @cached_property
+    def planner(self) -> Planner:
+        return Planner(
+            group=self.shape.group,
+            bins=self.bins,
+            window=self.numbers.window,
+            costs=self._costs,
+            division=self.division,
+        )
 
     def work(self, layout: AttentionLayout) -> Work:
-        return host_work(self.host_plan(layout))
+        return host_work(self.planner.plan(layout))
 
     def plan(self, layout: AttentionLayout) -> DecodePlan:
-        host = self.host_plan(layout)
+        host = self.planner.plan(layout)
         tables = DeviceTables.make(host, self.device)
         size = (self.shape.kv_heads, max(1, tables.capacity.partial_rows))
         half = self.numbers.dtype == torch.float16
@@ -175,7 +178,7 @@ class CodecDecode:
 
     def replan(self, plan: DecodePlan, layout: AttentionLayout) -> bool:
         """Put another layout into the plan's buffers; False if it needs a plan of its own."""
-        host = self.host_plan(layout)
+        host = self.planner.plan(layout)
         if not plan.tables.capacity.holds(host.size) or (host.merges and not plan.merges):
             return False
         plan.tables.fill(host)

@@ -27,7 +27,8 @@ class Pieces:
     low: Int32  # [pieces] first row that the piece changes
     high: Int32  # [pieces]
     direct: NDArray[np.bool_]  # [pieces] all its rows are in no other piece
-    partial: Int32  # [pieces] first partial row (rows times group), 0 if direct
+    partial: Int32  # [pieces] first partial row (rows times group); no row of its own if direct
+    tokens: Int32  # [pieces] KV tokens that it reads
     partial_rows: int
     merge_count: Int32  # [rows] partials of each row, -1: written by its only piece
     merge: Int32  # [rows, most partials] partial row of the first head of the group
@@ -190,11 +191,13 @@ def divide(
         rest[2] += streams.region_step[narrow + rest[1]]
         rest[4], rest[5] = _row_ranges(streams, rest[2], rest[3], STEP_TOKENS // page_size)
     order = pieces[0].argsort(kind="stable")
-    return with_merge(pieces[:, order], len(streams.rows), group)
+    return with_merge(streams, pieces[:, order], group, page_size)
 
 
-def with_merge(pieces: Int32, rows: int, group: int) -> Pieces:
+def with_merge(streams: TileStreams, pieces: Int32, group: int, page_size: int) -> Pieces:
+    """Give pieces (bin, tile, first step, steps, first row, row after the last) their results."""
     owner, tile, first, steps, low, high = pieces
+    rows = len(streams.rows)
     count = np.bincount(low, minlength=rows + 1) - np.bincount(high, minlength=rows + 1)
     count = np.cumsum(count)[:rows]
     several = np.zeros(rows + 1, np.int64)
@@ -223,6 +226,7 @@ def with_merge(pieces: Int32, rows: int, group: int) -> Pieces:
         high=high,
         direct=direct,
         partial=partial.astype(np.int32),
+        tokens=_piece_tokens(streams, first, steps, page_size),
         partial_rows=int(size.sum()),
         merge_count=np.where((count == 1) & (merged == 0), -1, merged).astype(np.int32),
         merge=merge,
@@ -264,14 +268,9 @@ def records(streams: TileStreams, pieces: Pieces, group: int, bins: int, per_ste
     return table
 
 
-def piece_tokens(streams: TileStreams, pieces: Pieces, page_size: int) -> Int32:
-    """KV tokens that each piece reads."""
+def _piece_tokens(streams: TileStreams, first: Int32, steps: Int32, page_size: int) -> Int32:
     loaded = np.zeros(len(streams.words) + 1, np.int32)
     np.cumsum(loaded_tokens(streams.words), out=loaded[1:])
     per_step = STEP_TOKENS // page_size
-    end = (pieces.first + pieces.steps) * per_step
-    tokens: Int32 = loaded[end] - loaded[pieces.first * per_step]
+    tokens: Int32 = loaded[(first + steps) * per_step] - loaded[first * per_step]
     return tokens
-
-
-__all__ = ["TILE_ROWS", "Pieces", "divide", "piece_tokens", "records"]

@@ -61,7 +61,10 @@ class _Placement:
 
 
 def tile_streams(layout: AttentionLayout, group: int, bins: int, window: int = 0) -> TileStreams:
-    """Plan the tiles of one KV head and what each of them reads; `bins` CTAs share the work."""
+    """Plan the tiles of one KV head and what each of them reads.
+
+    `bins` CTAs share the work; 0: none of it, so that no node gets a region of its own.
+    """
     runs = row_runs(layout)
     starts = NOTHING
     if window:

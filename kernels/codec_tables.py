@@ -41,6 +41,8 @@ class HostTables:
     streams: TileStreams
     pieces: Pieces
     records: Int32
+    items: bool  # some rows see rows of their own step
+    merges: bool
 
     @property
     def size(self) -> Capacity:
@@ -51,12 +53,8 @@ class HostTables:
             columns=self.pieces.merge.shape[1],
             partial_rows=self.pieces.partial_rows,
             windowed=len(self.streams.starts) > 0,
-            items=bool((self.streams.run_node < 0).any()),
+            items=self.items,
         )
-
-    @property
-    def merges(self) -> bool:
-        return bool((self.pieces.merge_count >= 0).any())
 
 
 def host_tables(
@@ -67,6 +65,8 @@ def host_tables(
         streams=streams,
         pieces=pieces,
         records=records(streams, pieces, group, bins, STEP_TOKENS // layout.page_size),
+        items=bool((streams.run_node < 0).any()),
+        merges=bool((pieces.merge_count >= 0).any()),
     )
 
 

@@ -5,7 +5,7 @@ import pytest
 from numpy.typing import NDArray
 from tests.kernels.codec_forests import PAGE, Nodes, layout_of, leaves_of, levels
 
-from stemserve.kernels.codec_pieces import RECORD, Pieces, divide, piece_tokens, records
+from stemserve.kernels.codec_pieces import RECORD, Pieces, divide, records
 from stemserve.kernels.codec_streams import TileStreams, tile_streams
 from stemserve.kernels.codec_tiles import (
     CAUSAL,
@@ -205,6 +205,6 @@ def test_wide_nodes_are_cut_alike_for_all_their_tiles() -> None:
     root = pieces.first < streams.region_step[1]
     starts = [pieces.first[root & (pieces.tile == tile)].tolist() for tile in range(4)]
     assert starts[0] == starts[1] == starts[2] == starts[3]
-    assert piece_tokens(streams, pieces, PAGE)[root].sum() == 4 * 8192
-    assert piece_tokens(streams, pieces, PAGE)[~root].sum() == 64 * 256
+    assert pieces.tokens[root].sum() == 4 * 8192
+    assert pieces.tokens[~root].sum() == 64 * 256
     assert records(streams, pieces, 4, 33, 4).shape[1] == RECORD + 8 + 16

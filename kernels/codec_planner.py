@@ -1,0 +1,63 @@
+"""Plans of the tree kernel on the host: by the planner in C, or in numpy where there is none."""
+
+import logging
+from dataclasses import dataclass
+
+from stemserve.kernels.c_library import CLibraryError
+from stemserve.kernels.codec_division import Division, PieceCosts
+from stemserve.kernels.codec_native import NativePlanner
+from stemserve.kernels.codec_pieces import divide
+from stemserve.kernels.codec_streams import tile_streams
+from stemserve.kernels.codec_tables import HostTables, host_tables
+from stemserve.kernels.layout import AttentionLayout
+
+log = logging.getLogger(__name__)
+
+
+def numpy_plan(
+    layout: AttentionLayout,
+    group: int,
+    bins: int,
+    window: int,
+    costs: PieceCosts,
+    division: Division,
+) -> HostTables:
+    """What the planner in C does, to read and to compare."""
+    streams = tile_streams(layout, group, bins if division.split else 0, window)
+    pieces = divide(streams, group, layout.page_size, bins, costs, division)
+    return host_tables(layout, streams, pieces, group, bins)
+
+
+@dataclass(kw_only=True)
+class Planner:
+    """Plans layouts for one shape of heads; remembers the last, as work and plan ask for the same.
+
+    The planner in C is compiled when the first plan is made.
+    """
+
+    group: int
+    bins: int
+    window: int
+    costs: PieceCosts
+    division: Division
+    numpy_plans: int = 0  # made without the planner in C
+    _native: NativePlanner | None = None
+    _last: HostTables | None = None
+
+    def plan(self, layout: AttentionLayout) -> HostTables:
+        last = self._last
+        if last is None or last.layout is not layout:
+            last = self._last = self._plan(layout)
+        return last
+
+    def _plan(self, layout: AttentionLayout) -> HostTables:
+        how = (self.group, self.bins, self.window, self.costs, self.division)
+        if self._native is None and not self.numpy_plans:
+            try:
+                self._native = NativePlanner(*how)
+            except CLibraryError as error:
+                log.warning("tree decode is planned in numpy, several times slower: %s", error)
+        if self._native is not None:
+            return self._native.plan(layout)
+        self.numpy_plans += 1
+        return numpy_plan(layout, *how)

@@ -1,0 +1,129 @@
+/* The planner's memory and what Python calls; see codec_native.py. */
+#include <stdlib.h>
+#include <string.h>
+
+#include "codec_planner.h"
+
+#ifdef EXACT_ARRAYS /* so that an address sanitizer sees every access beyond a plan's own sizes */
+enum { ALWAYS_NEW = 1 };
+#else
+enum { ALWAYS_NEW = 0 };
+#endif
+
+void *take(planner *p, int name, int64_t count, int64_t bytes) {
+    array *a = p->arrays + name;
+    int64_t size;
+    if (count < 0 || count > INT64_MAX / 2 / bytes) return NULL;
+    size = count ? count * bytes : 1;
+    if (a->at && size <= a->bytes && !ALWAYS_NEW) return a->at;
+    free(a->at);
+    if (!ALWAYS_NEW) size += size / 4;
+    a->at = malloc((size_t)size);
+    a->bytes = a->at ? size : 0;
+    return a->at;
+}
+
+void *held(const planner *p, int name) { return p->arrays[name].at; }
+
+planner *stemserve_planner_new(void) { return calloc(1, sizeof(planner)); }
+
+void stemserve_planner_free(planner *p) {
+    if (!p) return;
+    for (int i = 0; i < ARRAYS; i++) free(p->arrays[i].at);
+    free(p);
+}
+
+static status check_settings(const settings *set) {
+    if (set->group < 1 || set->group > TILE_ROWS || set->window < 0) return BAD_SETTINGS;
+    if (set->bins < 1 || set->bins > 1 << 20 || set->max_splits < 1) return BAD_SETTINGS;
+    if (set->piece_cost < 0 || set->merge_cost < 0 || set->slack < 0) return BAD_SETTINGS;
+    return DONE;
+}
+
+static int64_t table_entries(const sizes *s) {
+    int64_t rows = s->rows, words = s->words;
+    return rows + (s->tiles + 1) + 2 * (int64_t)s->wide + (s->wide + (int64_t)s->tiles + 1)
+           + 5 * (int64_t)s->places + 2 * words + (s->windowed ? words + rows : 0)
+           + 9 * (int64_t)s->pieces + rows + rows * s->columns + (int64_t)s->records * s->record_size;
+}
+
+/* Makes a plan and says how large its tables are. */
+int stemserve_planner_plan(planner *p, const layout *in, const settings *set, sizes *out) {
+    int64_t total;
+    status found = check_settings(set);
+    if (!found) found = plan_rows(p, in, set);
+    if (!found) found = plan_streams(p, in, set);
+    if (!found) found = plan_pieces(p, in, set);
+    if (found) return found;
+    total = table_entries(&p->size);
+    if (total > INT32_MAX) return TOO_LARGE;
+    p->size.total = (int32_t)total;
+    *out = p->size;
+    return DONE;
+}
+
+static int32_t *put(int32_t *to, const void *from, int64_t count) {
+    if (count) memcpy(to, from, (size_t)count * sizeof *to);
+    return to + count;
+}
+
+static int32_t *put_wide(const planner *p, int32_t *to) {
+    const placement *places = held(p, PLACEMENTS);
+    for (int32_t w = 0; w < p->size.wide; w++) {
+        to[w] = places[w].low;
+        to[p->size.wide + w] = places[w].high;
+    }
+    return to + 2 * (int64_t)p->size.wide;
+}
+
+static int32_t *put_runs(const planner *p, int32_t *to) {
+    const placement *places = held(p, PLACEMENTS);
+    const run *runs = held(p, RUNS);
+    int64_t count = p->size.places;
+    for (int64_t i = 0; i < count; i++) {
+        to[i] = runs[places[i].run].node;
+        to[count + i] = places[i].page;
+        to[2 * count + i] = runs[places[i].run].pages;
+        to[3 * count + i] = places[i].low;
+        to[4 * count + i] = places[i].high;
+    }
+    return to + 5 * count;
+}
+
+static int32_t *put_pieces(const planner *p, int32_t *to) {
+    const piece *pieces = held(p, PIECES);
+    int64_t count = p->size.pieces;
+    for (int64_t i = 0; i < count; i++) {
+        const piece *one = pieces + i;
+        to[i] = one->bin;
+        to[count + i] = one->tile;
+        to[2 * count + i] = one->first;
+        to[3 * count + i] = one->steps;
+        to[4 * count + i] = one->low;
+        to[5 * count + i] = one->high;
+        to[6 * count + i] = one->direct;
+        to[7 * count + i] = one->partial;
+        to[8 * count + i] = one->tokens;
+    }
+    return to + 9 * count;
+}
+
+/* Copies the tables of the last plan side by side, in the order of codec_native.py. */
+int stemserve_planner_tables(const planner *p, int32_t *to, int64_t room) {
+    const sizes *s = &p->size;
+    if (room < s->total) return BAD_SETTINGS;
+    to = put(to, held(p, ROWS), s->rows);
+    to = put(to, held(p, CUTS), (int64_t)s->tiles + 1);
+    to = put_wide(p, to);
+    to = put(to, held(p, REGION_STEP), (int64_t)s->wide + s->tiles + 1);
+    to = put_runs(p, to);
+    to = put(to, held(p, WORDS), s->words);
+    to = put(to, held(p, MASKS), s->words);
+    to = put(to, held(p, POSITIONS), s->windowed ? s->words : 0);
+    to = put(to, held(p, STARTS), s->windowed ? s->rows : 0);
+    to = put_pieces(p, to);
+    to = put(to, held(p, MERGE_COUNT), s->rows);
+    to = put(to, held(p, MERGE), (int64_t)s->rows * s->columns);
+    put(to, held(p, RECORDS), (int64_t)s->records * s->record_size);
+    return DONE;
+}

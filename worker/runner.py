@@ -136,6 +136,8 @@ class ModelRunner:
             worker_pb2.StrategyPrediction(
                 kernel=KERNEL_CODES[p.kernel],
                 predicted_seconds=p.seconds * shape.layers,
+                host_seconds=p.cost.host_seconds * shape.layers,
+                device_seconds=p.cost.device_seconds * shape.layers,
                 kv_read_bytes=p.kv_tokens_read * shape.bytes_per_token,
                 refusal=p.refusal or "",
             )

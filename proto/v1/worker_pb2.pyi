@@ -442,10 +442,17 @@ class StrategyPrediction(google.protobuf.message.Message):
     PREDICTED_SECONDS_FIELD_NUMBER: builtins.int
     KV_READ_BYTES_FIELD_NUMBER: builtins.int
     REFUSAL_FIELD_NUMBER: builtins.int
+    HOST_SECONDS_FIELD_NUMBER: builtins.int
+    DEVICE_SECONDS_FIELD_NUMBER: builtins.int
     kernel: stemserve.proto.v1.inference_pb2.Kernel.ValueType
     predicted_seconds: builtins.float
+    """all layers: the longer of the two below, which overlap"""
     kv_read_bytes: builtins.int
     refusal: builtins.str
+    host_seconds: builtins.float
+    """all layers, to launch; on a CPU, everything"""
+    device_seconds: builtins.float
+    """all layers"""
     def __init__(
         self,
         *,
@@ -453,8 +460,10 @@ class StrategyPrediction(google.protobuf.message.Message):
         predicted_seconds: builtins.float = ...,
         kv_read_bytes: builtins.int = ...,
         refusal: builtins.str = ...,
+        host_seconds: builtins.float = ...,
+        device_seconds: builtins.float = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["kernel", b"kernel", "kv_read_bytes", b"kv_read_bytes", "predicted_seconds", b"predicted_seconds", "refusal", b"refusal"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["device_seconds", b"device_seconds", "host_seconds", b"host_seconds", "kernel", b"kernel", "kv_read_bytes", b"kv_read_bytes", "predicted_seconds", b"predicted_seconds", "refusal", b"refusal"]) -> None: ...
 
 Global___StrategyPrediction: typing_extensions.TypeAlias = StrategyPrediction
 

@@ -51,6 +51,8 @@ def _group(group: worker_pb2.GroupPrediction) -> info_pb2.AttentionGroup:
             info_pb2.StrategyCost(
                 kernel=strategy.kernel,
                 predicted_seconds=strategy.predicted_seconds,
+                host_seconds=strategy.host_seconds,
+                device_seconds=strategy.device_seconds,
                 kv_read_bytes=strategy.kv_read_bytes,
                 refusal=strategy.refusal,
             )

@@ -140,18 +140,20 @@ def _title(group: info_pb2.AttentionGroup) -> str:
 def _strategies(group: info_pb2.AttentionGroup) -> Table:
     table = Table(box=None, padding=(0, 0, 0, 2))
     table.add_column("strategy")
+    on_gpu = any(cost.device_seconds for cost in group.strategies)
     table.add_column("predicted", justify="right")
+    if on_gpu:
+        table.add_column("host", justify="right")
+        table.add_column("device", justify="right")
     table.add_column("KV read", justify="right")
     table.add_column("cannot run because", overflow="fold")
     for cost in sorted(group.strategies, key=lambda cost: (cost.refusal, cost.predicted_seconds)):
         chosen = " *" if cost.kernel == group.chosen else ""
-        numbers = (
-            ("", "")
-            if cost.refusal
-            else (
-                f"{cost.predicted_seconds * 1e6:.1f} us",
-                readable_bytes(cost.kv_read_bytes),
-            )
-        )
+        seconds = [cost.predicted_seconds]
+        if on_gpu:
+            seconds += [cost.host_seconds, cost.device_seconds]
+        numbers = [f"{s * 1e6:.1f} us" for s in seconds] + [readable_bytes(cost.kv_read_bytes)]
+        if cost.refusal:
+            numbers = [""] * len(numbers)
         table.add_row(kernel_name(cost.kernel) + chosen, *numbers, escape(cost.refusal))
     return table

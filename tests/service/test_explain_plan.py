@@ -7,6 +7,7 @@ from tests.service.toy_jobs import generate_job, label_job, random_tokens
 
 from stemserve.proto.v1 import worker_pb2
 from stemserve.service.batching.plan_arrays import unpack_int32
+from stemserve.service.calls.explanation import explained_step
 from stemserve.service.errors import NeverFits
 from stemserve.service.request import Job
 
@@ -84,3 +85,17 @@ def test_items_without_context_have_no_forest() -> None:
     [(plan, cached)] = make_rig().batcher.explain(label_job("s", [[]], [[1, 2]], [0]))
     assert unpack_int32(plan.segment_node).tolist() == [-1]
     np.testing.assert_array_equal(cached, [])
+
+
+def test_host_and_device_seconds_of_a_prediction_are_told() -> None:
+    strategy = worker_pb2.StrategyPrediction(
+        predicted_seconds=3.0, host_seconds=1.0, device_seconds=3.0
+    )
+    group = worker_pb2.GroupPrediction(phase="prefill", strategies=[strategy])
+    step = explained_step(
+        worker_pb2.StepPlan(),
+        worker_pb2.PredictResponse(groups=[group]),
+        cached=np.empty(0, np.int32),
+    )
+    told = step.groups[0].strategies[0]
+    assert (told.predicted_seconds, told.host_seconds, told.device_seconds) == (3.0, 1.0, 3.0)

@@ -1,5 +1,6 @@
 """A run's tables, as they are printed."""
 
+from collections import Counter
 from typing import Any
 
 from division_section import FIXED, PARTS
@@ -58,16 +59,25 @@ def _ran(rows: list[Row], engine: str) -> bool:
 def _missing(result: Result) -> str:
     """What did not run, and why: nothing is left out silently."""
     lines = [f"- {name}: {why}" for name, why in result["missing_peers"].items()]
-    reasons: dict[tuple[str, str], int] = {}
-    for row in (*result["table"], *result["trees"]):
-        for name, found in row["engines"].items():
-            for word in ("wrong", "failed", "cannot"):
-                if word in found:
-                    said = f"error {found['error']:.1e}" if word == "wrong" else found[word]
-                    key = (name, f"{word}: {said}")
-                    reasons[key] = reasons.get(key, 0) + 1
-    lines += [f"- {name} on {count} trees, {why}" for (name, why), count in reasons.items()]
+    entries = [
+        (name, found)
+        for row in (*result["table"], *result["trees"])
+        for name, found in row["engines"].items()
+    ]
+    entries += [
+        (f"prefill {name}", found)
+        for row in result["shapes"]
+        for name, found in row["strategies"].items()
+    ]
+    counts = Counter(f"{name}: {why}" for name, found in entries if (why := _why_not(found)))
+    lines += [f"- {what} ({count} times)" for what, count in counts.items()]
     return "## Not measured\n\n" + "\n".join(lines) if lines else ""
+
+
+def _why_not(found: Row) -> str | None:
+    if "wrong" in found:
+        return f"wrong, error {found['error']:.1e}"
+    return next((f"{word}: {found[word]}" for word in ("failed", "cannot") if word in found), None)
 
 
 def _choices(rows: list[Row]) -> str:

@@ -111,9 +111,11 @@ def choice_table(rows: Sequence[Row], own: Sequence[str]) -> str:
 
 
 def prefill_table(rows: Sequence[Row], strategies: Sequence[str]) -> str:
-    """Eager means in ms, and what dispatch chose; the best of a row is bold."""
+    """Eager means in ms; dispatch's choice, also as a graph's replay; the best of a row is bold."""
     headers = ["P / S / M", "heads", "cached", "full prompts", *strategies, "floor", "chosen"]
-    return markdown([*headers, "regret"], [_prefill_line(row, strategies) for row in rows])
+    return markdown(
+        [*headers, "its graph", "regret"], [_prefill_line(row, strategies) for row in rows]
+    )
 
 
 def _prefill_line(row: Row, strategies: Sequence[str]) -> list[str]:
@@ -131,6 +133,7 @@ def _prefill_line(row: Row, strategies: Sequence[str]) -> list[str]:
         *(cells[name] for name in strategies),
         milliseconds(row["floor_us"], 4),
         row["chosen"],
+        milliseconds(found[row["chosen"]].get("graph_us")),
         percent(row["regret"]),
     ]
 

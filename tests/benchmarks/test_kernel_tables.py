@@ -30,7 +30,7 @@ SHAPE = {
     "chosen": "ragged",
     "regret": 0.05,
     "strategies": {
-        "ragged": {"us": 32.0, "predicted_us": 30.0, "error": 3e-4},
+        "ragged": {"us": 32.0, "graph_us": 21.0, "predicted_us": 30.0, "error": 3e-4},
         "split": {"us": 63.0, "predicted_us": 60.0, "error": 3e-4},
         "custom_mask": {"far_us": 4777.0},
         "multi_item": {"refused": "too long"},
@@ -78,7 +78,7 @@ def test_a_prefill_row_marks_the_best_and_brackets_what_was_not_timed() -> None:
     line = [cell.strip() for cell in table.splitlines()[2].split("|")[1:-1]]
     assert line == [
         "96 / 4 / 2", "16/8", "no", "-", "(4.777)", "refused", "**0.032**", "0.063", "0.0003",
-        "ragged", "5.0 %",
+        "ragged", "0.021", "5.0 %",
     ]  # fmt: skip
 
 
@@ -91,8 +91,8 @@ def test_a_report_of_nothing_still_says_what_is_missing() -> None:
 
 def test_a_report_names_every_engine_that_did_not_run() -> None:
     text = report(EMPTY | {"table": [TREE], "shapes": [SHAPE]})
-    assert "xqa on 1 trees, wrong: error 5.0e-01" in text
-    assert "flex on 1 trees, cannot: too wide" in text
+    assert "xqa: wrong, error 5.0e-01 (1 times)" in text
+    assert "flex: cannot: too wide (1 times)" in text
 
 
 def test_progress_is_a_line_at_a_time_where_there_is_no_terminal() -> None:

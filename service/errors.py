@@ -8,6 +8,7 @@ RequestError
 ├── PrefixesFull          the registry has no room for another prefix
 ├── WrongModelKind        the model has no such head
 ├── QueueFull             retry later
+├── QuotaExceeded         the tenant is over its share; retry later
 ├── NeverFits             larger than the whole KV pool; retrying cannot help
 ├── DeadlinePassed        the deadline passed before the work was done
 ├── NotReady              starting, draining, or the worker was lost; safe to retry
@@ -62,6 +63,13 @@ class QueueFull(RequestError):
         self.retry_after_s = retry_after_s
 
 
+class QuotaExceeded(RequestError):
+    def __init__(self, message: str, *, subject: str, retry_after_s: float) -> None:
+        super().__init__(message)
+        self.subject = subject  # which quota
+        self.retry_after_s = retry_after_s
+
+
 class NeverFits(RequestError):
     pass
 
@@ -86,6 +94,7 @@ STATUS: Mapping[type[RequestError], grpc.StatusCode] = {
     PrefixesFull: grpc.StatusCode.RESOURCE_EXHAUSTED,
     WrongModelKind: grpc.StatusCode.UNIMPLEMENTED,
     QueueFull: grpc.StatusCode.RESOURCE_EXHAUSTED,
+    QuotaExceeded: grpc.StatusCode.RESOURCE_EXHAUSTED,
     NeverFits: grpc.StatusCode.RESOURCE_EXHAUSTED,
     DeadlinePassed: grpc.StatusCode.DEADLINE_EXCEEDED,
     NotReady: grpc.StatusCode.UNAVAILABLE,

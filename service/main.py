@@ -16,6 +16,7 @@ import uvloop
 from prometheus_client import CollectorRegistry
 
 import stemserve
+from stemserve.service.batching.admission import TenantShare
 from stemserve.service.batching.batcher import Batcher, BatcherLimits
 from stemserve.service.calls.services import SERVICES, Services
 from stemserve.service.config import ServerConfig, ServiceConfig
@@ -68,6 +69,14 @@ class _Core:
             max_step_tokens=config.limits.max_step_tokens,
             max_queued_requests=config.limits.max_queued_requests,
             max_queued_tokens=config.limits.max_queued_tokens,
+            tenants={
+                name: TenantShare(
+                    weight=tenant.weight,
+                    requests_per_second=tenant.requests_per_second,
+                    tokens_per_second=tenant.tokens_per_second,
+                )
+                for name, tenant in config.tenants.items()
+            },
         )
         registry = CollectorRegistry()
         inbox: Inbox = queue.SimpleQueue()

@@ -15,6 +15,7 @@ from stemserve.service.errors import (
     NotReady,
     PrefixesFull,
     QueueFull,
+    QuotaExceeded,
     RequestError,
     Unauthenticated,
 )
@@ -50,6 +51,7 @@ REJECTIONS: Mapping[type[RequestError], str] = {
     Unauthenticated: "unauthenticated",
     InvalidRequest: "invalid",
     QueueFull: "queue_full",
+    QuotaExceeded: "tenant_quota",
     NeverFits: "too_large",
     PrefixesFull: "too_large",
     DeadlinePassed: "deadline",

@@ -1,13 +1,30 @@
 """Whether a job may wait: refuses at once what is late, too large, or too much."""
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
-from stemserve.service.errors import DeadlinePassed, NeverFits, QueueFull
+from stemserve.service.batching.job_progress import Ticket
+from stemserve.service.batching.step_speed import StepSpeed
+from stemserve.service.batching.token_bucket import TokenBucket
+from stemserve.service.errors import DeadlinePassed, NeverFits, QueueFull, QuotaExceeded
 
 MIN_RETRY_S = 0.05
 MAX_RETRY_S = 60.0
 # Assumed until the first steps are measured.
 FIRST_TOKENS_PER_S = 1000.0
+# A call is refused for its deadline only where it would miss it by a clear margin.
+CERTAINTY = 0.8
+# A cached token costs a tenant this part of a computed one: reading it is not free.
+CACHED_CHARGE = 1 / 16
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TenantShare:
+    """0 of a rate: no limit."""
+
+    weight: float = 1.0
+    requests_per_second: float = 0.0
+    tokens_per_second: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -15,6 +32,7 @@ class BatcherLimits:
     max_step_tokens: int = 512  # rows of a step
     max_queued_requests: int = 1024
     max_queued_tokens: int = 1 << 20  # that must be computed, after cache hits
+    tenants: Mapping[str, TenantShare] = field(default_factory=dict[str, TenantShare])
 
     def __post_init__(self) -> None:
         if min(self.max_step_tokens, self.max_queued_requests, self.max_queued_tokens) < 1:
@@ -24,6 +42,16 @@ class BatcherLimits:
     def max_decode_rows(self) -> int:
         """Rows that running generations take of a step while other work waits."""
         return max(1, self.max_step_tokens // 4)
+
+    @property
+    def short_tokens(self) -> int:
+        """A job of at most so many need not wait behind long ones."""
+        return self.max_step_tokens // 8
+
+    @property
+    def max_short_rows(self) -> int:
+        """Rows of a step that long jobs leave to short ones."""
+        return self.max_step_tokens // 4
 
     @property
     def max_item_rows(self) -> int:
@@ -38,7 +66,22 @@ class Demand:
     pages: int  # the most that it needs at a time
     samples: int
     tokens: int  # that must be computed
-    deadline: float | None
+    cached_tokens: int = 0  # that need not
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Backlog:
+    """What a job would find before it."""
+
+    queued_requests: int
+    queued_tokens: int
+    tokens_before: int  # of these and of running jobs, that certainly come before it
+
+
+class _Quota:
+    def __init__(self, share: TenantShare) -> None:
+        self.requests = TokenBucket(share.requests_per_second)
+        self.tokens = TokenBucket(share.tokens_per_second)
 
 
 class Admission:
@@ -46,21 +89,26 @@ class Admission:
         self._limits = limits
         self._num_pages = num_pages
         self._num_slots = num_slots
-        self._tokens_per_s = 0.0
+        self._speed = StepSpeed(max_step_tokens=limits.max_step_tokens)
+        self._quotas = {tenant: _Quota(share) for tenant, share in limits.tenants.items()}
 
     def observe(self, rows: int, seconds: float) -> None:
-        """Learn how fast the worker is."""
-        if seconds > 0:
-            rate = rows / seconds
-            known = self._tokens_per_s
-            self._tokens_per_s = rate if not known else 0.9 * known + 0.1 * rate
+        """Learn how fast the worker is from a step that computed prompts or items."""
+        self._speed.observe(rows, seconds)
 
-    def check(
-        self, demand: Demand, *, queued_requests: int, queued_tokens: int, now: float
-    ) -> None:
-        """Raises DeadlinePassed, NeverFits or QueueFull."""
-        if demand.deadline is not None and demand.deadline <= now:
-            raise DeadlinePassed("the deadline passed before the request was queued")
+    def check(self, ticket: Ticket, demand: Demand, backlog: Backlog) -> None:
+        """Raises DeadlinePassed, NeverFits, QuotaExceeded or QueueFull."""
+        self._check_size(demand)
+        self._check_deadline(ticket, demand, backlog)
+        if backlog.queued_requests >= self._limits.max_queued_requests:
+            raise self._full(f"{backlog.queued_requests} requests wait", backlog)
+        # A job of any size may wait alone, or it could never run.
+        tokens = backlog.queued_tokens + demand.tokens
+        if backlog.queued_requests and tokens > self._limits.max_queued_tokens:
+            raise self._full(f"{backlog.queued_tokens} tokens wait to be computed", backlog)
+        self._charge(ticket, demand)
+
+    def _check_size(self, demand: Demand) -> None:
         if demand.pages > self._num_pages:
             raise NeverFits(
                 f"the request needs {demand.pages} KV pages at a time, the pool has "
@@ -71,13 +119,47 @@ class Admission:
                 f"the request asks for {demand.samples} samples at a time, the worker has "
                 f"{self._num_slots} sampler slots"
             )
-        if queued_requests >= self._limits.max_queued_requests:
-            raise self._full(f"{queued_requests} requests wait", queued_tokens)
-        # A job of any size may wait alone, or it could never run.
-        if queued_requests and queued_tokens + demand.tokens > self._limits.max_queued_tokens:
-            raise self._full(f"{queued_tokens} tokens wait to be computed", queued_tokens)
 
-    def _full(self, found: str, queued_tokens: int) -> QueueFull:
-        wait_s = queued_tokens / (self._tokens_per_s or FIRST_TOKENS_PER_S)
-        retry_s = min(MAX_RETRY_S, max(MIN_RETRY_S, wait_s))
-        return QueueFull(f"the queue is full: {found}; retry later", retry_after_s=retry_s)
+    def _check_deadline(self, ticket: Ticket, demand: Demand, backlog: Backlog) -> None:
+        if ticket.deadline is None:
+            return
+        left_s = ticket.deadline - ticket.submitted_s
+        if left_s <= 0:
+            raise DeadlinePassed("the deadline passed before the request was queued")
+        short = demand.tokens <= self._limits.short_tokens
+        work = demand.tokens + (0 if short else backlog.tokens_before)
+        needed_s = self._speed.seconds(work)
+        if needed_s is not None and CERTAINTY * needed_s > left_s:
+            raise DeadlinePassed(
+                f"the deadline in {left_s:.3g} s cannot be met: {work} tokens are to be computed "
+                f"first, which take about {needed_s:.3g} s"
+            )
+
+    def _charge(self, ticket: Ticket, demand: Demand) -> None:
+        quota, now = self._quotas.get(ticket.tenant), ticket.submitted_s
+        if quota is None:
+            return
+        tokens = demand.tokens + demand.cached_tokens * CACHED_CHARGE
+        for what, bucket, amount in (
+            ("requests", quota.requests, 1.0),
+            ("tokens", quota.tokens, tokens),
+        ):
+            wait_s = bucket.wait_s(amount, now)
+            if wait_s > 0:
+                raise QuotaExceeded(
+                    f"tenant {ticket.tenant} is over its {what} a second",
+                    subject=f"{what}_per_second",
+                    retry_after_s=_retry_s(wait_s),
+                )
+        quota.requests.take(1.0, now)
+        quota.tokens.take(tokens, now)
+
+    def _full(self, found: str, backlog: Backlog) -> QueueFull:
+        wait_s = self._speed.seconds(backlog.queued_tokens)
+        if wait_s is None:
+            wait_s = backlog.queued_tokens / FIRST_TOKENS_PER_S
+        return QueueFull(f"the queue is full: {found}; retry later", retry_after_s=_retry_s(wait_s))
+
+
+def _retry_s(wait_s: float) -> float:
+    return min(MAX_RETRY_S, max(MIN_RETRY_S, wait_s))

@@ -43,7 +43,8 @@ class Batcher:
         facts = self._facts
         self._cache = KvCache(facts.kv_pages, facts.page_size)
         self._slots = SamplerSlots(facts.sampler_slots)
-        self._jobs = JobTable()
+        weights = {tenant: share.weight for tenant, share in self._limits.tenants.items()}
+        self._jobs = JobTable(weights, short_tokens=self._limits.short_tokens)
         self._issued: deque[IssuedStep] = deque()
         self._deadlines: list[tuple[float, int]] = []  # heap; with the arrival number
         self._planner = StepPlanner(self._jobs, self._limits)
@@ -55,7 +56,7 @@ class Batcher:
             cache=self._cache,
             slots=self._slots,
             admission=self._admission,
-            queue=self._jobs.waiting,
+            jobs=self._jobs,
         )
 
     @property
@@ -113,7 +114,8 @@ class Batcher:
         except EngineFault as fault:
             self._fail_step(issued, fault)
         else:
-            self._admission.observe(issued.num_rows, result.step_seconds)
+            if 2 * issued.decode_rows <= issued.num_rows:
+                self._admission.observe(issued.num_rows, result.step_seconds)
             self._deliver(issued, outputs, result)
         for job in map(self._jobs.by_arrival, issued.shares):
             if job is not None:

@@ -1,13 +1,13 @@
 """Take a job in: check what it needs, and set its progress up."""
 
-from stemserve.service.batching.admission import Admission, BatcherLimits, Demand
+from stemserve.service.batching.admission import Admission, Backlog, BatcherLimits, Demand
 from stemserve.service.batching.generate_progress import GenerateProgress, generate_pages
 from stemserve.service.batching.job_progress import JobProgress, Ticket
+from stemserve.service.batching.job_table import JobTable
 from stemserve.service.batching.kv_cache import KvCache
 from stemserve.service.batching.sampler_slots import SamplerSlots
 from stemserve.service.batching.score_layout import ScoreLayout, lay_out
 from stemserve.service.batching.score_progress import ScoreProgress, context_pages
-from stemserve.service.batching.waiting_queue import WaitingQueue
 from stemserve.service.request import GenerateJob, Job, ScoreJob
 
 
@@ -19,13 +19,13 @@ class JobIntake:
         cache: KvCache,
         slots: SamplerSlots,
         admission: Admission,
-        queue: WaitingQueue[JobProgress],
+        jobs: JobTable,
     ) -> None:
         self._max_item_rows = limits.max_item_rows
         self._cache = cache
         self._slots = slots
         self._admission = admission
-        self._queue = queue
+        self._jobs = jobs
 
     def take(self, job: Job, *, arrival: int, now: float) -> JobProgress:
         """Raises RequestError where the job may not wait."""
@@ -39,20 +39,21 @@ class JobIntake:
             pages=generate_pages(job, self._cache.page_size),
             samples=len(job.samplers),
             tokens=len(job.prompt) - hits,
-            deadline=job.deadline,
+            cached_tokens=hits,
         )
-        ticket = self._admit(demand, arrival, now)
+        ticket = self._admit(job, demand, arrival, now)
         return GenerateProgress(job, ticket, cache=self._cache, slots=self._slots)
 
     def _take_score(self, job: ScoreJob, arrival: int, now: float) -> ScoreProgress:
         layout = lay_out(job)
+        tokens = self._score_tokens(job, layout)
         demand = Demand(
             pages=context_pages(layout, self._max_item_rows, self._cache.page_size),
             samples=0,
-            tokens=self._score_tokens(job, layout),
-            deadline=job.deadline,
+            tokens=tokens,
+            cached_tokens=max(0, layout.prompt_tokens - tokens),
         )
-        ticket = self._admit(demand, arrival, now)
+        ticket = self._admit(job, demand, arrival, now)
         return ScoreProgress(
             job, layout, ticket, cache=self._cache, max_item_rows=self._max_item_rows
         )
@@ -66,11 +67,20 @@ class JobIntake:
             rows += max(missing, layout.reads_context(context))
         return rows
 
-    def _admit(self, demand: Demand, arrival: int, now: float) -> Ticket:
-        self._admission.check(
-            demand,
-            queued_requests=len(self._queue),
-            queued_tokens=self._queue.num_tokens,
-            now=now,
+    def _admit(self, job: Job, demand: Demand, arrival: int, now: float) -> Ticket:
+        ticket = Ticket(
+            priority=job.priority,
+            tenant=job.tenant,
+            deadline=job.deadline,
+            arrival=arrival,
+            submitted_s=now,
+            cost_tokens=demand.tokens,
         )
-        return Ticket(arrival=arrival, submitted_s=now, cost_tokens=demand.tokens)
+        waiting = self._jobs.waiting
+        backlog = Backlog(
+            queued_requests=len(waiting),
+            queued_tokens=waiting.num_tokens,
+            tokens_before=self._jobs.running_tokens(job.priority) + waiting.tokens_before(ticket),
+        )
+        self._admission.check(ticket, demand, backlog)
+        return ticket

@@ -10,14 +10,25 @@ from stemserve.service.batching.step_builder import IssuedStep, StepBuilder
 from stemserve.service.batching.step_outputs import StepOutputs
 from stemserve.service.request import Event, Job, JobTiming
 
+PATIENCE_S = 30.0  # a job without a deadline is ordered as if it had this long
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ticket:
     """A job's place in the order of work."""
 
+    priority: int
+    tenant: str
+    deadline: float | None
+
     arrival: int
     submitted_s: float
     cost_tokens: int  # that had to be computed for it when it came
+
+    @property
+    def urgency(self) -> tuple[float, int]:
+        due = self.submitted_s + PATIENCE_S if self.deadline is None else self.deadline
+        return due, self.arrival
 
 
 class JobProgress(ABC):
@@ -26,10 +37,14 @@ class JobProgress(ABC):
     def __init__(self, job: Job, ticket: Ticket) -> None:
         self.request_id = job.request_id
         self.deadline = job.deadline
+        self.priority = job.priority
+        self.tenant = job.tenant
         self.arrival = ticket.arrival
         self.order = (-job.priority, ticket.arrival)
+        self.urgency = ticket.urgency
         self.submitted_s = ticket.submitted_s
         self.cost_tokens = ticket.cost_tokens
+        self.planned_rows = 0  # of prefill and items, since it started
         self.started_s: float | None = None  # first planned step
         self.in_flight = 0  # issued steps in which it has a share
         self.has_ended = False  # answered, failed or cancelled; rows in flight are dropped

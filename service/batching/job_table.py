@@ -1,6 +1,7 @@
 """All jobs of the batcher, by where they stand."""
 
 from bisect import insort
+from collections.abc import Mapping
 
 from stemserve.service.batching.job_progress import JobProgress
 from stemserve.service.batching.waiting_queue import WaitingQueue
@@ -11,8 +12,9 @@ def _order(job: JobProgress) -> tuple[int, int]:
 
 
 class JobTable:
-    def __init__(self) -> None:
-        self.waiting: WaitingQueue[JobProgress] = WaitingQueue()
+    def __init__(self, weights: Mapping[str, float], *, short_tokens: int) -> None:
+        """As the waiting queue's."""
+        self.waiting: WaitingQueue[JobProgress] = WaitingQueue(weights, short_tokens=short_tokens)
         self.running: list[JobProgress] = []  # in the order of work
         self.ending: set[JobProgress] = set()  # answered or cancelled, with rows in flight
         self._by_id: dict[str, JobProgress] = {}
@@ -36,12 +38,21 @@ class JobTable:
     def live(self) -> list[JobProgress]:
         return [*self.running, *self.waiting]
 
+    def running_tokens(self, priority: int) -> int:
+        """That are still to be planned for running jobs of at least a priority."""
+        return sum(
+            max(0, job.cost_tokens - job.planned_rows)
+            for job in self.running
+            if job.priority >= priority
+        )
+
     def start(self, job: JobProgress) -> None:
-        self.waiting.remove(job)
+        self.waiting.start(job)
         insort(self.running, job, key=_order)
 
     def requeue(self, job: JobProgress) -> None:
         self.running.remove(job)
+        job.planned_rows = 0
         self.waiting.add(job)
 
     def end(self, job: JobProgress) -> None:

@@ -62,6 +62,7 @@ class StepBuilder:
         self.readouts = StepReadouts()
         self.pages_blocked = False  # a job ahead waits for pages: nobody behind it takes any
         self.slots_blocked = False  # the same of sampler slots
+        self.reserved = 0  # rows that are kept free for short jobs
         self._max_rows = max_rows
         self._share = Share()
         self._shares: dict[int, Share] = {}
@@ -71,7 +72,7 @@ class StepBuilder:
 
     @property
     def room(self) -> int:
-        return self._max_rows - self.rows.num_rows
+        return max(0, self._max_rows - self.rows.num_rows - self.reserved)
 
     def begin(self, arrival: int) -> Share:
         """What is added next belongs to this job."""

@@ -1,4 +1,8 @@
-"""Fill a step: decode rows first, then prefill chunks and items in the order of work."""
+"""Fill a step: decode rows first, then prefill chunks and items in the order of work.
+
+Long jobs leave part of a step to short ones of their priority that wait, so that nobody with a few
+rows waits behind thousands.
+"""
 
 from collections.abc import Iterator
 from heapq import merge
@@ -22,18 +26,47 @@ class StepPlanner:
     def plan(self, step: StepBuilder) -> None:
         self._plan_decodes(step)
         self._waiting_is_stuck = False
+        short_room = self._short_room()
         started: list[JobProgress] = []
         for job, waits in self._in_order():
+            step.reserved = short_room if self._is_long(job) else 0
             if not step.room:
                 break
-            if not (waits and step.pages_blocked):
-                self._plan_job(job, step)
-                if waits and job.has_started:
-                    started.append(job)
+            room = step.room
+            self._try(job, step, waits=waits, started=started)
+            if not self._is_long(job):
+                short_room = max(0, short_room - (room - step.room))
+        step.reserved = 0
+        if short_room and step.room:
+            for job in self._jobs.waiting.short():
+                if job not in started and step.room:
+                    self._try(job, step, waits=True, started=started)
         for job in started:
             self._jobs.start(job)
         if step.room:
             self._waiting_is_stuck = step.pages_blocked or step.slots_blocked
+
+    def _try(
+        self, job: JobProgress, step: StepBuilder, *, waits: bool, started: list[JobProgress]
+    ) -> None:
+        if waits and step.pages_blocked:
+            return
+        self._plan_job(job, step)
+        if waits and job.has_started:
+            started.append(job)
+
+    def _is_long(self, job: JobProgress) -> bool:
+        return job.cost_tokens > self._limits.short_tokens
+
+    def _short_room(self) -> int:
+        """Rows that short jobs of the highest priority could use, up to their part of a step."""
+        limit, needed = self._limits.max_short_rows, 0
+        running = max((job.priority for job in self._jobs.running), default=None)
+        for job in self._jobs.waiting.short():
+            if needed >= limit or (running is not None and job.priority < running):
+                break
+            needed += job.cost_tokens
+        return min(limit, needed)
 
     def suspend_yielding(self) -> bool:
         """Take the pages of generations that yield, once none of their rows is in flight."""
@@ -46,7 +79,8 @@ class StepPlanner:
     def _in_order(self) -> Iterator[tuple[JobProgress, bool]]:
         running = ((job, False) for job in list(self._jobs.running))
         waiting = ((job, True) for job in self._jobs.waiting)
-        return merge(running, waiting, key=lambda pair: pair[0].order)
+        # What has started goes on before what waits.
+        return merge(running, waiting, key=lambda pair: -pair[0].priority)
 
     def _plan_job(self, job: JobProgress, step: StepBuilder) -> None:
         if isinstance(job, GenerateProgress) and step.readouts.sampler_bytes > MAX_SAMPLER_BYTES:
@@ -55,6 +89,7 @@ class StepPlanner:
         room = step.room
         job.plan(step)
         share.prefill_rows += room - step.room
+        job.planned_rows += room - step.room
         if isinstance(job, GenerateProgress) and job.lacks_pages:
             step.pages_blocked = True
             self._make_room(job)

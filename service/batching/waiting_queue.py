@@ -1,13 +1,23 @@
-"""Jobs in the order of work: higher priority first, then the one that came first."""
+"""Jobs in the order of work: priority, then tenants by their shares, then the nearest deadline."""
 
+import heapq
 from bisect import bisect_left, insort
-from collections.abc import Iterator
-from typing import Generic, Protocol, TypeVar
+from collections.abc import Iterator, Mapping
+from itertools import groupby
+from typing import Generic, NamedTuple, Protocol, TypeVar
 
 
 class Ordered(Protocol):
     @property
-    def order(self) -> tuple[int, int]: ...
+    def priority(self) -> int: ...
+
+    @property
+    def tenant(self) -> str: ...
+
+    @property
+    def urgency(self) -> tuple[float, int]:
+        """Deadline, then arrival."""
+        ...
 
     @property
     def cost_tokens(self) -> int: ...
@@ -16,30 +26,109 @@ class Ordered(Protocol):
 Job = TypeVar("Job", bound=Ordered)
 
 
-def _order(job: Ordered) -> tuple[int, int]:
-    return job.order
+def _urgency(job: Ordered) -> tuple[float, int]:
+    return job.urgency
+
+
+class Lane(NamedTuple):
+    """Jobs of one lane go in the order of their urgency."""
+
+    falling_priority: int
+    tenant: str
+    is_long: bool
 
 
 class WaitingQueue(Generic[Job]):
-    def __init__(self) -> None:
-        self._jobs: list[Job] = []
+    """Start-time fair queueing (Goyal, Vin and Cheng 1996) over tenants, earliest deadline first
+    within a tenant.
+
+    A tenant's virtual time is the tokens that it was given over its weight; the tenant that is
+    furthest behind comes next. One that had nothing to do does not save up for later.
+    """
+
+    def __init__(self, weights: Mapping[str, float], *, short_tokens: int) -> None:
+        """A job of at most `short_tokens` is short."""
+        self._weights = weights
+        self._short_tokens = short_tokens
+        self._lanes: dict[Lane, list[Job]] = {}
+        self._virtual: dict[str, float] = {}  # by tenant
+        self._now = 0.0  # virtual time at which the last job started
         self.num_tokens = 0  # that had to be computed for the waiting jobs when they came
 
     def __len__(self) -> int:
-        return len(self._jobs)
+        return sum(map(len, self._lanes.values()))
 
     def __iter__(self) -> Iterator[Job]:
-        return iter(self._jobs)
+        return self._in_order(sorted(self._lanes))
+
+    def short(self) -> Iterator[Job]:
+        """The short jobs of the highest priority that waits, in order."""
+        lanes = sorted(self._lanes)
+        return self._in_order(
+            [lane for lane in lanes if not lane.is_long and lane[0] == lanes[0][0]]
+        )
 
     def add(self, job: Job) -> None:
-        insort(self._jobs, job, key=_order)
+        if all(lane.tenant != job.tenant for lane in self._lanes):
+            self._virtual[job.tenant] = max(self._virtual.get(job.tenant, 0.0), self._now)
+        insort(self._lanes.setdefault(self._lane(job), []), job, key=_urgency)
         self.num_tokens += job.cost_tokens
 
     def remove(self, job: Job) -> bool:
         """Whether the job was waiting."""
-        at = bisect_left(self._jobs, job.order, key=_order)
-        if at == len(self._jobs) or self._jobs[at] is not job:
+        lane = self._lane(job)
+        jobs = self._lanes.get(lane, [])
+        at = bisect_left(jobs, job.urgency, key=_urgency)
+        if at == len(jobs) or jobs[at] is not job:
             return False
-        del self._jobs[at]
+        del jobs[at]
+        if not jobs:
+            del self._lanes[lane]
         self.num_tokens -= job.cost_tokens
         return True
+
+    def tokens_before(self, job: Ordered) -> int:
+        """What waits for the job's tenant and certainly comes before the job."""
+        before = 0
+        for lane, jobs in self._lanes.items():
+            if lane.tenant == job.tenant and lane.falling_priority <= -job.priority:
+                ahead = lane.falling_priority < -job.priority
+                before += sum(
+                    other.cost_tokens for other in jobs if ahead or other.urgency < job.urgency
+                )
+        return before
+
+    def start(self, job: Job) -> None:
+        """Take a waiting job out and charge its tenant."""
+        self.remove(job)
+        virtual = self._virtual[job.tenant]
+        self._now = max(self._now, virtual)
+        self._virtual[job.tenant] = virtual + self._charge(job)
+
+    def _in_order(self, lanes: list[Lane]) -> Iterator[Job]:
+        for _, same in groupby(lanes, key=lambda lane: lane.falling_priority):
+            yield from self._fair(list(same))
+
+    def _fair(self, lanes: list[Lane]) -> Iterator[Job]:
+        """What would start, one after another, if each could."""
+        tenants = {lane.tenant for lane in lanes}
+        turns = [(self._virtual[tenant], tenant) for tenant in tenants]
+        heapq.heapify(turns)
+        jobs = {
+            tenant: heapq.merge(
+                *(list(self._lanes[lane]) for lane in lanes if lane.tenant == tenant), key=_urgency
+            )
+            for tenant in tenants
+        }
+        while turns:
+            virtual, tenant = heapq.heappop(turns)
+            job = next(jobs[tenant], None)
+            if job is not None:
+                yield job
+                heapq.heappush(turns, (virtual + self._charge(job), tenant))
+
+    def _charge(self, job: Job) -> float:
+        return max(1, job.cost_tokens) / self._weights.get(job.tenant, 1.0)
+
+    def _lane(self, job: Job) -> Lane:
+        return Lane(-job.priority, job.tenant, job.cost_tokens > self._short_tokens)

@@ -12,6 +12,7 @@ from stemserve.service.errors import (
     EngineFault,
     InvalidRequest,
     QueueFull,
+    QuotaExceeded,
     RequestError,
 )
 
@@ -32,9 +33,14 @@ def status_message(error: RequestError) -> status_pb2.Status:
             )
             details.append(error_details_pb2.BadRequest(field_violations=[violation]))
         case QueueFull():
-            delay = duration_pb2.Duration()
-            delay.FromNanoseconds(round(error.retry_after_s * 1e9))
-            details.append(error_details_pb2.RetryInfo(retry_delay=delay))
+            details.append(_retry(error.retry_after_s))
+        case QuotaExceeded():
+            violation = error_details_pb2.QuotaFailure.Violation(
+                subject=error.subject, description=str(error)
+            )
+            details.append(error_details_pb2.QuotaFailure(violations=[violation]))
+            if error.retry_after_s:
+                details.append(_retry(error.retry_after_s))
         case _:
             pass
     return status_pb2.Status(
@@ -45,6 +51,12 @@ def status_message(error: RequestError) -> status_pb2.Status:
 def unexpected(error: Exception) -> EngineFault:
     """What a client may know of an error that nobody foresaw; the log has the rest."""
     return EngineFault(f"internal error ({type(error).__name__}); the server's log says more")
+
+
+def _retry(after_s: float) -> error_details_pb2.RetryInfo:
+    delay = duration_pb2.Duration()
+    delay.FromNanoseconds(round(after_s * 1e9))
+    return error_details_pb2.RetryInfo(retry_delay=delay)
 
 
 def _reason(error: RequestError) -> str:

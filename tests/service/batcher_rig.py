@@ -1,12 +1,14 @@
 """A batcher, a literal worker, and the steps between them."""
 
 from collections import deque
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from tests.service.literal_worker import PAGE, LiteralWorker
 from tests.service.toy_model import VOCAB
 
 from stemserve.proto.v1 import worker_pb2
+from stemserve.service.batching.admission import TenantShare
 from stemserve.service.batching.batcher import Batcher, BatcherLimits
 from stemserve.service.request import (
     Event,
@@ -106,7 +108,14 @@ class Rig:
 
 
 def make_rig(
-    *, pages: int = 64, budget: int = 64, slots: int = 8, in_flight: int = 2, **limits: int
+    *,
+    pages: int = 64,
+    budget: int = 64,
+    slots: int = 8,
+    in_flight: int = 2,
+    tenants: Mapping[str, TenantShare] | None = None,
+    max_queued_requests: int = 1024,
+    max_queued_tokens: int = 1 << 20,
 ) -> Rig:
     facts = WorkerFacts(
         model="toy",
@@ -127,7 +136,12 @@ def make_rig(
         class_labels=tuple("abc"),
         kv_bytes_per_token=8,
     )
-    bounds = BatcherLimits(max_step_tokens=budget, **limits)
+    bounds = BatcherLimits(
+        max_step_tokens=budget,
+        max_queued_requests=max_queued_requests,
+        max_queued_tokens=max_queued_tokens,
+        tenants=tenants or {},
+    )
     rig: Rig
 
     def clock() -> float:

@@ -40,6 +40,7 @@ def _axes(title: str) -> tuple[Any, Any]:
     axes.set_title(title, loc="left", fontsize=10)
     axes.spines[["top", "right"]].set_visible(False)
     axes.grid(visible=True, which="major", color="#eeeeee")
+    axes.set_axisbelow(True)
     return figure, axes
 
 
@@ -68,7 +69,7 @@ def _speedup(result: dict[str, Any], rows: list[Row], path: Path) -> None:
         if points:
             axes.scatter(*zip(*points, strict=True), s=22, color=colour, label=label, alpha=0.8)
     axes.axhline(1, color=LINE, linewidth=1)
-    _plain(axes.xaxis, [1, 2, 5, 10, 20, 50, 100])
+    _plain(axes.xaxis, [1, 2, 5, 10, 20, 50, 100, 1000])
     _plain(axes.yaxis, [0.5, 1, 2, 5, 10, 20])
     axes.set_xlabel("sharing: tokens that the requests see / tokens stored")
     axes.set_ylabel("times as fast")

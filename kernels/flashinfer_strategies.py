@@ -84,6 +84,9 @@ class FlashInferMultiItem(FlashInferAttention):
         tiles = [tile for mask in masks for tile in item_tiles(mask)]
         return int32([tile.rows for tile in tiles]), int32([tile.tokens for tile in tiles])
 
+    def engine(self, tables: BatchTables, backend: Backend) -> str:
+        return f"{super().engine(tables, backend)}_items"  # reads up to 3 times what it needs
+
 
 class FlashInferCustomMask(FlashInferAttention):
     """A tree is one request with a bit for every row and token; fa3 has no such mask."""

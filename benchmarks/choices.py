@@ -1,19 +1,18 @@
 """What the worker's dispatch would choose, and predicts, for a layout on this device."""
 
-import logging
+import sys
 from dataclasses import dataclass, field
 
 import torch
 
+from stemserve.kernels.calibration import device_name, measure_cost_table
 from stemserve.kernels.cost_model import CostTable
+from stemserve.kernels.cost_table_file import of_dtype, shipped_cost_tables, table_for_heads
 from stemserve.kernels.layout import AttentionLayout, HeadShape
 from stemserve.kernels.registry import strategies
 from stemserve.kernels.strategy import Kernel, Phase, Strategy
-from stemserve.worker.costs import device_costs
 from stemserve.worker.dispatch import Dispatcher, Prediction
 from stemserve.worker.layout import AttentionGroup
-
-log = logging.getLogger(__name__)
 
 FAR = 10.0  # times the best prediction: listed, not timed
 
@@ -24,12 +23,20 @@ class Choices:
 
     device: torch.device
     dtype: torch.dtype
+    _tables: tuple[CostTable, ...] = ()
     _costs: dict[HeadShape, CostTable] = field(default_factory=dict)
     _strategies: dict[HeadShape, dict[tuple[Phase, Kernel], Strategy]] = field(default_factory=dict)
 
     def costs(self, shape: HeadShape) -> CostTable:
+        """Of the table that a worker would take; measured once where none comes for the device."""
+        if not self._tables:
+            name, dtype = device_name(self.device), str(self.dtype).removeprefix("torch.")
+            self._tables = tuple(of_dtype(shipped_cost_tables(name), dtype))
+        if not self._tables:
+            print("no cost table comes for this device: measuring one", file=sys.stderr)
+            self._tables = (measure_cost_table(shape, self.device, self.dtype, _silent),)
         if shape not in self._costs:
-            self._costs[shape] = device_costs(None, shape, self.dtype, self.device, _silent)
+            self._costs[shape] = table_for_heads(self._tables, shape)
         return self._costs[shape]
 
     def strategies(self, shape: HeadShape) -> dict[tuple[Phase, Kernel], Strategy]:

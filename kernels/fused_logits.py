@@ -5,6 +5,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from stemserve.kernels import fused_logits_triton
 from stemserve.kernels.fused_norm import power_of_2
@@ -30,15 +31,30 @@ class TileShape:
     stages: int
 
 
-FEW_ROWS = TileShape(rows=64, tokens=128, depth=64, warps=4, stages=4)
-MANY_ROWS = TileShape(rows=128, tokens=128, depth=64, warps=4, stages=3)
+# One program an SM, tile after tile. At 1,024 rows of Qwen3-0.6B 4 % above cuBLAS's product
+# alone; a program a tile 10-20 % slower, plain pointers 25 %, cuBLAS with a reduction 35-80 %.
+FEW_ROWS = TileShape(rows=64, tokens=256, depth=64, warps=4, stages=3)
+MANY_ROWS = TileShape(rows=128, tokens=256, depth=64, warps=8, stages=3)
+FLOAT32 = TileShape(rows=32, tokens=64, depth=32, warps=4, stages=2)
+ALIGNMENT = 16  # bytes, of the rows of a tile that is loaded as a whole
 
 
 def tile_shape(rows: int, itemsize: int) -> TileShape:
-    shape = FEW_ROWS if rows <= FEW_ROWS.rows else MANY_ROWS
-    if itemsize <= 2:
-        return shape
-    return TileShape(rows=64, tokens=64, depth=32, warps=4, stages=2)
+    if itemsize > 2:
+        return FLOAT32
+    return FEW_ROWS if rows <= FEW_ROWS.rows else MANY_ROWS
+
+
+def programs_of(device: torch.device) -> int:
+    if device.type == "cpu":
+        return 3
+    cuda: Any = torch.cuda  # partly untyped
+    count: int = cuda.get_device_properties(device).multi_processor_count
+    return count
+
+
+def has_aligned_rows(matrix: Tensor) -> bool:
+    return matrix.stride(0) * matrix.dtype.itemsize % ALIGNMENT == 0
 
 
 def chosen_logprobs(
@@ -46,12 +62,14 @@ def chosen_logprobs(
     weight: Tensor,  # [vocab, width], contiguous, of the same type
     chosen_rows: Tensor,  # [chosen] int64
     chosen_tokens: Tensor,  # [chosen] int64
-    shape: TileShape | None = None,
+    shape: TileShape | None = None,  # None: the fastest
 ) -> ChosenLogprobs:
     rows, width = hidden.shape
     vocab = len(weight)
     if hidden.stride(1) != 1 or not weight.is_contiguous() or weight.dtype != hidden.dtype:
         raise ValueError("hidden states and weights must be of one type, numbers side by side")
+    if not (has_aligned_rows(hidden) and has_aligned_rows(weight)):
+        raise ValueError(f"rows of {width} numbers must start at multiples of {ALIGNMENT} bytes")
     tile = shape or tile_shape(rows, hidden.dtype.itemsize)
     result = _empty(hidden, len(chosen_rows))
     if rows:
@@ -91,21 +109,20 @@ def _tiles(hidden: Tensor, weight: Tensor, tile: TileShape) -> tuple[Tensor, Ten
     tops = hidden.new_empty((rows, tiles), dtype=torch.float32)
     totals = torch.empty_like(tops)
     ids = hidden.new_empty((rows, tiles), dtype=torch.int32)
-    KERNELS.tile_kernel[(-(-rows // tile.rows) * tiles,)](
-        hidden,
-        weight,
+    work = -(-rows // tile.rows) * tiles
+    KERNELS.tile_kernel[(min(work, programs_of(hidden.device)),)](
+        TensorDescriptor.from_tensor(hidden, [tile.rows, tile.depth]),
+        TensorDescriptor.from_tensor(weight, [tile.tokens, tile.depth]),
         tops,
         totals,
         ids,
         rows,
         vocab,
         width,
-        hidden.stride(0),
         tiles,
         ROWS=tile.rows,
         TOKENS=tile.tokens,
         DEPTH=tile.depth,
-        EVEN=width % tile.depth == 0,
         WIDEN=hidden.dtype == torch.float32 or hidden.device.type == "cpu",
         num_warps=tile.warps,
         num_stages=tile.stages,

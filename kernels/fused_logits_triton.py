@@ -14,56 +14,46 @@ LN2 = tl.constexpr(0.6931471805599453)
 
 @triton.jit(do_not_specialize=["rows", "tiles"])
 def tile_kernel(
-    hidden: tl.tensor,  # [rows, width], a row every stride elements
-    weight: tl.tensor,  # [vocab, width] contiguous
+    hidden: tl.tensor_descriptor,  # [rows, width], blocks of [ROWS, DEPTH]
+    weight: tl.tensor_descriptor,  # [vocab, width], blocks of [TOKENS, DEPTH]
     tops: tl.tensor,  # [rows, tiles] float32: the largest logit of the tile
     totals: tl.tensor,  # [rows, tiles] float32: sum of exp(logit - top)
     ids: tl.tensor,  # [rows, tiles] int32: the token of `top`, the lowest on a tie
     rows: tl.tensor,
     vocab: tl.tensor,
     width: tl.tensor,
-    stride: tl.tensor,
     tiles: tl.tensor,
     ROWS: tl.constexpr,
     TOKENS: tl.constexpr,
     DEPTH: tl.constexpr,
-    EVEN: tl.constexpr,  # width is a multiple of DEPTH
     WIDEN: tl.constexpr,
 ) -> None:
     # Programs that run together share the tokens' weights: each is read from memory once.
     row_tiles = tl.cdiv(rows, ROWS)
-    tile = tl.program_id(0) // row_tiles
-    row = (tl.program_id(0) % row_tiles) * ROWS + tl.arange(0, ROWS)
-    token = tile * TOKENS + tl.arange(0, TOKENS)
-    depth = tl.arange(0, DEPTH)
-    # What is beyond the end repeats the last; the rows are not stored, the tokens are masked.
-    last_row = tl.minimum(row, rows - 1).to(tl.int64)
-    last_token = tl.minimum(token, vocab - 1).to(tl.int64)
-    left = hidden + last_row[:, None] * stride + depth[None, :]
-    right = weight + last_token[None, :] * width + depth[:, None]
-    logits = tl.zeros([ROWS, TOKENS], tl.float32)
-    for start in range(0, width, DEPTH):
-        if EVEN:
-            a = tl.load(left)
-            b = tl.load(right)
-        else:
-            a = tl.load(left, (start + depth < width)[None, :], other=0.0)
-            b = tl.load(right, (start + depth < width)[:, None], other=0.0)
-        if WIDEN:  # the interpreter's bf16 product is wrong; fp32 must not be rounded to tf32
-            logits = tl.dot(a.to(tl.float32), b.to(tl.float32), logits, input_precision="ieee")
-        else:
-            logits = tl.dot(a, b, logits)
-        left += DEPTH
-        right += DEPTH
-    logits = tl.where((token < vocab)[None, :], logits, -float("inf"))
-    top, best = tl.max(logits, 1, return_indices=True)
-    # All -inf: the differences must not be NaN. One NaN or +inf makes the total NaN.
-    base = tl.where(top == -float("inf"), 0.0, top)
-    total = tl.sum(tl.exp2((logits - base[:, None]) * LOG2E), 1)
-    place = row.to(tl.int64) * tiles + tile
-    tl.store(tops + place, top, row < rows)
-    tl.store(totals + place, total, row < rows)
-    tl.store(ids + place, best + tile * TOKENS, row < rows)
+    # One loop over tiles and depth: the loads of the next tile run under this one's exponentials.
+    for work in tl.range(tl.program_id(0), row_tiles * tiles, tl.num_programs(0), flatten=True):
+        tile = work // row_tiles
+        first_row = (work % row_tiles) * ROWS
+        logits = tl.zeros([ROWS, TOKENS], tl.float32)
+        for start in range(0, width, DEPTH):
+            a = hidden.load([first_row, start])  # zeros beyond the end
+            b = weight.load([tile * TOKENS, start])
+            if WIDEN:  # the interpreter's bf16 product is wrong; fp32 must not be rounded to tf32
+                left, right = a.to(tl.float32), b.to(tl.float32)
+                logits = tl.dot(left, right.T, logits, input_precision="ieee")
+            else:
+                logits = tl.dot(a, b.T, logits)
+        row = first_row + tl.arange(0, ROWS)
+        token = tile * TOKENS + tl.arange(0, TOKENS)
+        logits = tl.where((token < vocab)[None, :], logits, -float("inf"))
+        top, best = tl.max(logits, 1, return_indices=True)
+        # All -inf: the differences must not be NaN. One NaN or +inf makes the total NaN.
+        base = tl.where(top == -float("inf"), 0.0, top)
+        total = tl.sum(tl.exp2((logits - base[:, None]) * LOG2E), 1)
+        place = row.to(tl.int64) * tiles + tile
+        tl.store(tops + place, top, row < rows)
+        tl.store(totals + place, total, row < rows)
+        tl.store(ids + place, best + tile * TOKENS, row < rows)
 
 
 @triton.jit

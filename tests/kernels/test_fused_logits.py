@@ -23,14 +23,14 @@ SMALL = TileShape(rows=16, tokens=32, depth=16, warps=4, stages=2)
 @pytest.fixture
 def rng() -> np.random.Generator:
     seed = int(torch.seed()) % 2**31
-    torch.default_generator.manual_seed(seed)
+    torch.manual_seed(seed)  # pyright: ignore[reportUnknownMemberType]
     print(f"seed {seed}")
     return np.random.default_rng(seed)
 
 
 def random_head(rows: int, width: int, vocab: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    hidden = torch.randn(rows, width).to(dtype).to(DEVICE)
-    weight = (torch.randn(vocab, width) * 3 * width**-0.5).to(dtype).to(DEVICE)
+    hidden = torch.randn(rows, width, device=DEVICE).to(dtype)
+    weight = (torch.randn(vocab, width, device=DEVICE) * 3 * width**-0.5).to(dtype)
     return hidden, weight
 
 
@@ -52,7 +52,7 @@ def check(
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize(("rows", "width", "vocab"), [(1, 16, 33), (17, 48, 97), (40, 20, 258)])
+@pytest.mark.parametrize(("rows", "width", "vocab"), [(1, 16, 33), (17, 48, 97), (40, 24, 258)])
 def test_chosen_tokens_equal_the_full_log_softmax(
     rng: np.random.Generator, rows: int, width: int, vocab: int, dtype: torch.dtype
 ) -> None:

@@ -1,5 +1,6 @@
 """Makes a model ready to run from a path."""
 
+from collections.abc import Callable
 from enum import StrEnum
 from pathlib import Path
 from typing import assert_never
@@ -22,6 +23,8 @@ from stemserve.worker.models.weights import Progress, fill
 _CONFIG = "config.json"
 _GGUF = ".gguf"
 
+MakeOps = Callable[[ModelConfig, torch.device], LayerOps]
+
 
 class LoadFormat(StrEnum):
     AUTO = "auto"  # what the path holds: safetensors or GGUF
@@ -39,10 +42,12 @@ def load_model(
     dtype: torch.dtype | None = None,
     device: torch.device | str = "cpu",
     progress: Progress = no_progress,
+    make_ops: MakeOps | None = None,
 ) -> Transformer:
     """A model from a Hugging Face folder, its config.json (dummy weights), or a GGUF file.
 
     Without `dtype` the weights keep the checkpoint's; those of a GGUF file become float32.
+    Without `make_ops` the device has the operations that are fastest on it.
     """
     gguf_path = find_gguf(path)
     gguf_file = None if gguf_path is None else GgufFile(gguf_path)
@@ -67,10 +72,11 @@ def load_model(
         case _:
             assert_never(load_format)
     slots.clear()
-    return Transformer(config, weights, layer_ops(config, weights.embedding.device))
+    make_ops = make_ops or fastest_ops
+    return Transformer(config, weights, make_ops(config, weights.embedding.device))
 
 
-def layer_ops(config: ModelConfig, device: torch.device) -> LayerOps:
+def fastest_ops(config: ModelConfig, device: torch.device) -> LayerOps:
     if device.type != "cuda":
         return TorchOps(config, device)
     # Here, so that a host without a GPU does without Triton.

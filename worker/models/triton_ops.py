@@ -9,7 +9,7 @@ from torch import Tensor
 
 from stemserve.kernels.fused_gate import silu_mul
 from stemserve.kernels.fused_heads import HeadTransform, PageTarget, split_heads
-from stemserve.kernels.fused_logits import chosen_logprobs
+from stemserve.kernels.fused_logits import chosen_logprobs, has_aligned_rows
 from stemserve.kernels.fused_norm import add_rms_norm, rms_norm
 from stemserve.kernels.heads import Heads
 from stemserve.kernels.host_array import index_tensor
@@ -39,7 +39,8 @@ class TritonOps:
         return TritonHeads(self._transform, positions, pages)
 
     def gather(self, weight: Tensor, logits: Callable[[Tensor], Tensor]) -> Gather:
-        if weight.dtype == torch.float32:  # for which the library's product is the faster one
+        # For float32 the library's product is the faster one.
+        if weight.dtype == torch.float32 or not has_aligned_rows(weight):
             return ChunkedGather(logits, rows_at_once(len(weight)))
         return FusedGather(weight)
 

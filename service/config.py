@@ -102,7 +102,9 @@ class WorkerConfig:
     threads: int | None = None
     kernel: str | None = None  # forces one attention strategy, for debugging
     cost_table: Path | None = None  # what `stemserve calibrate` wrote
-    step_timeout_s: float = 300.0  # a worker that is silent for this long is replaced
+    # A worker that takes ten times as long as expected for a step is replaced, within these bounds.
+    step_timeout_least_s: float = 10.0
+    step_timeout_s: float = 300.0
 
     def __post_init__(self) -> None:
         _check_choice("load_format", self.load_format, LOAD_FORMATS)
@@ -120,8 +122,11 @@ class WorkerConfig:
                 raise ConfigError(f"{name} {value} must be at least 1")
         if self.kv_pages is not None and self.kv_memory is not None:
             raise ConfigError("give kv_pages or kv_memory, not both")
-        if not self.step_timeout_s > 0:
-            raise ConfigError(f"step_timeout_s {self.step_timeout_s} must be more than 0")
+        if not 0 < self.step_timeout_least_s <= self.step_timeout_s:
+            raise ConfigError(
+                f"step_timeout_least_s {self.step_timeout_least_s} must be more than 0 and at most "
+                f"step_timeout_s, {self.step_timeout_s}"
+            )
 
     def command(self, model: Path, *, max_step_tokens: int, log_level: str) -> list[str]:
         """The worker process without its address."""

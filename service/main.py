@@ -35,6 +35,7 @@ from stemserve.service.workers.step_commands import Inbox
 from stemserve.service.workers.step_loop import StepLoop
 from stemserve.service.workers.step_monitor import watch_step_loop
 from stemserve.service.workers.threaded_engine import ThreadedEngine
+from stemserve.service.workers.watchdog import StepTimeout
 from stemserve.service.workers.worker_client import WorkerUnreachable
 from stemserve.service.workers.worker_process import WorkerProcess
 from stemserve.service.workers.worker_supervisor import (
@@ -88,7 +89,9 @@ class _Core:
             inbox,
             make_batcher=lambda facts: Batcher(facts, limits, clock=time.monotonic),
             observe=self.metrics.observe_step,
-            step_timeout_s=config.worker.step_timeout_s,
+            step_timeout=StepTimeout(
+                least_s=config.worker.step_timeout_least_s, most_s=config.worker.step_timeout_s
+            ),
         )
         self.supervisor = WorkerSupervisor(
             launch,

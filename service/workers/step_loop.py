@@ -31,12 +31,24 @@ from stemserve.service.workers.step_commands import (
     StopSample,
     Submit,
 )
+from stemserve.service.workers.watchdog import StepTimeout, Watchdog
 
 _log = logging.getLogger(__name__)
 
 
+INT32_BYTES = 4
+
 Deliver = Callable[[list[Event]], None]
 WorkerLost = Callable[[int, str], None]  # generation, reason
+
+
+@dataclass(slots=True, kw_only=True)
+class _Sent:
+    """A plan that the worker has not answered."""
+
+    rows: int
+    since_s: float
+    limit_s: float
 
 
 @dataclass(slots=True, kw_only=True)
@@ -45,7 +57,24 @@ class _Attached:
     worker: StepSink
     batcher: StepBatcher
     steps_in_flight: int
-    sent_at: deque[float] = field(default_factory=deque[float])  # of each unanswered plan
+    watchdog: Watchdog
+    sent: deque[_Sent] = field(default_factory=deque[_Sent])  # unanswered plans
+
+    @property
+    def overdue_s(self) -> float | None:
+        """When the oldest unanswered plan is late; the clock of one starts when the one before it
+        has been answered."""
+        return self.sent[0].since_s + self.sent[0].limit_s if self.sent else None
+
+    def send(self, plan: worker_pb2.StepPlan, now: float) -> None:
+        rows = len(plan.token_ids) // INT32_BYTES
+        self.sent.append(_Sent(rows=rows, since_s=now, limit_s=self.watchdog.limit_s(rows)))
+        self.worker.send(plan)
+
+    def answered(self, seconds: float, now: float) -> None:
+        self.watchdog.observe(self.sent.popleft().rows, seconds)
+        if self.sent:
+            self.sent[0].since_s = now
 
 
 class StepLoop:
@@ -57,12 +86,12 @@ class StepLoop:
         *,
         make_batcher: Callable[[WorkerFacts], StepBatcher],
         observe: Callable[[worker_pb2.StepResult, Load], None],
-        step_timeout_s: float,
+        step_timeout: StepTimeout,
     ) -> None:
         self._inbox = inbox
         self._make_batcher = make_batcher
         self._observe = observe
-        self._step_timeout_s = step_timeout_s
+        self._step_timeout = step_timeout
         self._attached: _Attached | None = None
         self._running: dict[str, float] = {}  # request id -> deadline, inf without one
         self._events: list[Event] = []
@@ -109,8 +138,8 @@ class StepLoop:
 
     def _seconds_to_wait(self) -> float | None:
         moments = [deadline for deadline in self._running.values() if deadline < float("inf")]
-        if self._attached is not None and self._attached.sent_at:
-            moments.append(self._attached.sent_at[0] + self._step_timeout_s)
+        if self._attached is not None and self._attached.overdue_s is not None:
+            moments.append(self._attached.overdue_s)
         return max(0.0, min(moments) - time.monotonic()) if moments else None
 
     def _take(self, command: Command) -> None:
@@ -128,7 +157,7 @@ class StepLoop:
                 self._attach(command)
             case Result(generation=generation, result=result):
                 if self._attached is not None and self._attached.generation == generation:
-                    self._attached.sent_at.popleft()
+                    self._attached.answered(result.step_seconds, time.monotonic())
                     self._add(self._attached.batcher.apply(result))
                     self._observe(result, self._attached.batcher.load())
             case Lost(generation=generation, reason=reason):
@@ -185,18 +214,18 @@ class StepLoop:
             worker=command.worker,
             batcher=batcher,
             steps_in_flight=max(1, command.facts.steps_in_flight),
+            watchdog=Watchdog(self._step_timeout),
         )
 
     def _plan_steps(self) -> None:
         attached = self._attached
         if attached is None:
             return
-        while len(attached.sent_at) < attached.steps_in_flight:
+        while len(attached.sent) < attached.steps_in_flight:
             plan = attached.batcher.plan_step()
             if plan is None:
                 return
-            attached.sent_at.append(time.monotonic())
-            attached.worker.send(plan)
+            attached.send(plan, time.monotonic())
 
     def _check_time(self) -> None:
         """End jobs whose deadline has passed, and a worker that does not answer."""
@@ -205,11 +234,14 @@ class StepLoop:
             self._cancel(request_id)
             error = DeadlinePassed("the deadline passed before the work was done")
             self._events.append(JobFailed(request_id=request_id, error=error))
-        if self._attached is None or not self._attached.sent_at:
+        if self._attached is None or self._attached.overdue_s is None:
             return
-        waited_s = now - self._attached.sent_at[0]
-        if waited_s >= self._step_timeout_s:
-            reason = f"no step result for {waited_s:.0f} s"
+        if now >= self._attached.overdue_s:
+            sent = self._attached.sent[0]
+            reason = (
+                f"a step of {sent.rows} rows is not answered after {now - sent.since_s:.1f} s, "
+                f"the limit is {sent.limit_s:.1f} s"
+            )
             self._detach(NotReady(f"the worker hangs ({reason}); retry"), reason=reason)
 
     def _detach(self, error: RequestError, *, reason: str) -> None:

@@ -28,6 +28,7 @@ from stemserve.service.workers.step_commands import (
     Submit,
 )
 from stemserve.service.workers.step_loop import StepLoop
+from stemserve.service.workers.watchdog import StepTimeout
 
 PATIENCE_S = 30.0
 
@@ -158,7 +159,7 @@ class Rig:
             self.inbox,
             make_batcher=self._make_batcher,
             observe=lambda result, load: self.observed.append(result.step_id),
-            step_timeout_s=step_timeout_s,
+            step_timeout=StepTimeout(least_s=step_timeout_s, most_s=step_timeout_s),
         )
         self.loop.start(deliver=self.news.put, worker_lost=self._note_loss)
 

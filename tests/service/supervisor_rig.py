@@ -21,6 +21,7 @@ from stemserve.service.serving.health import Health
 from stemserve.service.workers.step_commands import Inbox
 from stemserve.service.workers.step_loop import StepLoop
 from stemserve.service.workers.threaded_engine import ThreadedEngine
+from stemserve.service.workers.watchdog import StepTimeout
 from stemserve.service.workers.worker_process import WorkerProcess
 from stemserve.service.workers.worker_supervisor import RestartPolicy, WorkerHost, WorkerSupervisor
 
@@ -102,7 +103,7 @@ class Rig:
             inbox,
             make_batcher=lambda facts: make_batcher(facts, BatcherLimits(), clock=time.monotonic),
             observe=lambda result, load: None,
-            step_timeout_s=PATIENCE_S,
+            step_timeout=StepTimeout(least_s=PATIENCE_S, most_s=PATIENCE_S),
         )
         self.supervisor = WorkerSupervisor(
             self._launch,

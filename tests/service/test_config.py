@@ -26,7 +26,10 @@ from stemserve.service.config_error import ConfigError
         (lambda: WorkerConfig(kernel="magic"), "'magic' is not one of naive, split"),
         (lambda: WorkerConfig(threads=0), "threads 0 must be at least 1"),
         (lambda: WorkerConfig(kv_pages=5, kv_memory=5), "kv_pages or kv_memory, not both"),
-        (lambda: WorkerConfig(step_timeout_s=0), "step_timeout_s 0 must be more than 0"),
+        (
+            lambda: WorkerConfig(step_timeout_s=0),
+            "and at most step_timeout_s, 0",
+        ),
         (lambda: ServiceConfig(log_level="loud"), "'loud' is not one of debug, info"),
     ],
 )

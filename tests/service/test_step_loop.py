@@ -165,7 +165,7 @@ def test_a_silent_worker_is_given_up() -> None:
     rig.submit(job("a"))
     error = failures(rig.next_news())["a"]
     assert isinstance(error, NotReady)
-    assert "no step result for" in rig.losses.get(timeout=PATIENCE_S)[1]
+    assert "is not answered after 0.1 s" in rig.losses.get(timeout=PATIENCE_S)[1]
     rig.loop.stop()
 
 

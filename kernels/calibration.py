@@ -1,5 +1,6 @@
 """Measure a cost table on the device at hand."""
 
+import math
 import re
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -10,7 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from stemserve.kernels.calibration_blocks import Grid, measure_blocks
+from stemserve.kernels.calibration_blocks import Grid, four_digits, measure_blocks
 from stemserve.kernels.calibration_layouts import PAGE_SIZE
 from stemserve.kernels.calibration_strategies import (
     CPU_EXTENT,
@@ -45,6 +46,8 @@ class Plan:
 
 CPU_PLAN = Plan(grid=CPU_GRID, extent=CPU_EXTENT)
 GPU_PLAN = Plan(grid=GPU_GRID, extent=GPU_EXTENT)
+HOST_PERCENTILE = 25  # what disturbs the host only ever adds to its time
+LEAST_SECONDS = 1e-7  # of a model that says nothing
 QUICK_SHARE = 5  # of the layouts and the time, one in so many
 
 
@@ -122,25 +125,26 @@ def _corrections(table: CostTable, measured: Sequence[Measurement], phase: Phase
     mine = [m for m in measured if m.phase is phase]
     shapes = sorted({m.features for m in mine})
     number = {features: i for i, features in enumerate(shapes)}
-    ratios: dict[str, list[list[float | None]]] = {}
+    hosts: dict[str, list[float]] = {}
+    ratios: dict[str, list[float | None]] = {}
     for m in mine:
         key = correction_key(m.kernel, m.work)
-        host, device = ratios.setdefault(key, [[None] * len(shapes), [None] * len(shapes)])
+        hosts.setdefault(key, []).append(m.cost.host_seconds)
         modelled = table.work_cost(m.work)
-        at = number[m.features]
-        host[at] = _log_ratio(m.cost.host_seconds, modelled.host_seconds)
-        device[at] = _log_ratio(m.cost.device_seconds, modelled.device_seconds)
+        seconds = modelled.host_seconds if table.is_serial else modelled.device_seconds
+        ratio = m.cost.device_seconds / max(seconds, LEAST_SECONDS)
+        found = ratios.setdefault(key, [None] * len(shapes))
+        found[number[m.features]] = round(math.log(ratio), 4)
     return Corrections(
         shapes=tuple(shapes),
         strategies={
-            key: StrategyCorrection(host=tuple(host), device=tuple(device))
-            for key, (host, device) in sorted(ratios.items())
+            key: StrategyCorrection(
+                host_seconds=four_digits(float(np.percentile(hosts[key], HOST_PERCENTILE))),
+                device=tuple(device),
+            )
+            for key, device in sorted(ratios.items())
         },
     )
-
-
-def _log_ratio(measured: float, modelled: float) -> float:
-    return round(float(np.log(measured / modelled)), 4) if measured > 0 and modelled > 0 else 0.0
 
 
 def _table(bench: Bench, blocks: BlockEngine) -> CostTable:

@@ -4,6 +4,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
+from typing import Any
 
 import numpy as np
 
@@ -22,7 +23,8 @@ from stemserve.kernels.layout import AttentionLayout, Int32
 from stemserve.kernels.stopwatch import StrategyBench
 from stemserve.kernels.strategy import TORCH, Kernel, Phase, Strategy, Work
 
-HOPELESS = 10.0  # times the least estimate: never chosen, and not measured
+HOPELESS = 5.0  # times the least estimate: never chosen, and not measured
+SLOW_PLAN_S = 0.02  # nor what takes so long to plan, or would for more pairs of row and token
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -119,38 +121,75 @@ class SteeredCosts:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Option:
+    """A strategy, with the engines of `key` if it may choose."""
+
+    strategy: Strategy
+    key: str
+    work: Work
+    estimate_s: float
+
+    @property
+    def pairs(self) -> int:
+        return sum(int(part.pairs.sum()) for part in self.work.parts)
+
+
 class StrategyMeter:
     """Measures what is promising."""
 
-    rig: StrategyBench
-    strategies: Sequence[Strategy]  # made with `costs`
-    costs: SteeredCosts
-    estimate: Callable[[Work], float]  # seconds of a layer, roughly
+    def __init__(
+        self,
+        rig: StrategyBench,
+        strategies: Sequence[Strategy],  # made with `costs`
+        costs: SteeredCosts,
+        estimate: Callable[[Work], float],  # seconds of a layer, roughly
+    ) -> None:
+        self._rig = rig
+        self._strategies = strategies
+        self._costs = costs
+        self._estimate = estimate
+        self._slow_pairs: dict[str, int] = {}  # by key: what took SLOW_PLAN_S to plan
 
     def measure(
         self, phase: Phase, layout: AttentionLayout, longest_s: float
     ) -> Iterator[Measurement]:
-        """Torch's paths only where there is nothing else."""
-        options = [
-            (strategy, key, work)
-            for strategy in self.strategies
-            if strategy.phase is phase and strategy.refusal(layout) is None
-            for key, work in self.costs.options(strategy, layout)
-        ]
-        faster = [found for found in options if {p.engine for p in found[2].parts} != {TORCH}]
-        seconds = [self.estimate(work) for _, _, work in faster or options]
-        limit = min(longest_s, HOPELESS * min(seconds, default=0.0))
+        """The most promising first; torch's paths only where there is nothing else."""
+        options = list(self._options(phase, layout))
+        faster = [o for o in options if any(p.engine != TORCH for p in o.work.parts)]
+        options = sorted(faster or options, key=lambda option: option.estimate_s)
         features = tuple(round(float(value), 3) for value in layout_features(layout))
-        for (strategy, key, work), estimated in zip(faster or options, seconds, strict=True):
-            if estimated <= limit:
-                self.costs.want(key)
-                yield Measurement(
-                    phase=phase,
-                    kernel=strategy.kernel,
-                    features=features,
-                    work=work,
-                    cost=self.rig.measure(strategy, layout),
-                )
+        best_s = np.inf
+        for option in options:
+            limit = min(longest_s, HOPELESS * min(best_s, options[0].estimate_s))
+            if option.estimate_s > limit or option.pairs >= self._slow_pairs.get(
+                option.key, 1 << 62
+            ):
+                continue
+            self._costs.want(option.key)
+            cost = self._rig.measure(option.strategy, self._plan(option, layout), layout.num_rows)
+            best_s = min(best_s, cost.seconds)
+            yield Measurement(
+                phase=phase,
+                kernel=option.strategy.kernel,
+                features=features,
+                work=option.work,
+                cost=cost,
+            )
+
+    def _options(self, phase: Phase, layout: AttentionLayout) -> Iterator[Option]:
+        for strategy in self._strategies:
+            if strategy.phase is phase and strategy.refusal(layout) is None:
+                for key, work in self._costs.options(strategy, layout):
+                    yield Option(
+                        strategy=strategy, key=key, work=work, estimate_s=self._estimate(work)
+                    )
+
+    def _plan(self, option: Option, layout: AttentionLayout) -> Any:
+        started = time.perf_counter()
+        plan = option.strategy.plan(layout)
+        if time.perf_counter() - started > SLOW_PLAN_S:
+            self._slow_pairs[option.key] = option.pairs
+        return plan
 
 
 def measure_strategies(

@@ -1,5 +1,6 @@
 """What measured strategies took beside what the model of their engines said, between the shapes."""
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -21,10 +22,10 @@ NOISE = 0.02
 
 @dataclass(frozen=True, kw_only=True)
 class StrategyCorrection:
-    """Natural logarithms of measured over modelled seconds; None where it was not measured."""
+    """What the engines do not say."""
 
-    host: tuple[float | None, ...]  # [shapes]
-    device: tuple[float | None, ...]  # [shapes]
+    host_seconds: float  # to launch, whatever the layout
+    device: tuple[float | None, ...]  # [shapes] log of measured over modelled; None: not measured
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,15 +39,15 @@ class Corrections:
         if any(len(features) != FEATURES for features in self.shapes):
             raise CostTableError(f"every shape of a correction must have {FEATURES} features")
         for name, found in self.strategies.items():
-            if not len(found.host) == len(found.device) == len(self.shapes):
+            if len(found.device) != len(self.shapes):
                 raise CostTableError(f"the correction of {name} must have a value a shape")
 
     def corrected(self, key: str, features: Float64, cost: Cost) -> Cost:
         """A strategy that was not measured costs what its engines do."""
         if key not in self._processes:
             return cost
-        host, device = np.exp(self._processes[key].at(features)).tolist()
-        return Cost(cost.host_seconds * host, cost.device_seconds * device)
+        ratio = math.exp(self._processes[key].at(features))
+        return Cost(self.strategies[key].host_seconds, cost.device_seconds * ratio)
 
     @cached_property
     def _processes(self) -> dict[str, "_Process"]:
@@ -55,7 +56,7 @@ class Corrections:
             measured = [i for i, value in enumerate(found.device) if value is not None]
             if measured:
                 shapes = np.array([self.shapes[i] for i in measured], np.float64)
-                ratios = np.array([[found.host[i], found.device[i]] for i in measured], np.float64)
+                ratios = np.array([found.device[i] for i in measured], np.float64)
                 processes[name] = _Process(shapes, ratios)
         return processes
 
@@ -63,16 +64,15 @@ class Corrections:
 class _Process:
     """Between measured shapes, and their mean far from all of them."""
 
-    def __init__(self, shapes: Float64, ratios: Float64) -> None:  # [shapes, host and device]
+    def __init__(self, shapes: Float64, ratios: Float64) -> None:  # [shapes, FEATURES], [shapes]
         self._shapes = shapes
-        self._mean = ratios.mean(axis=0)
+        self._mean = float(ratios.mean())
         noisy = covariance(shapes, shapes) + NOISE**2 * np.eye(len(shapes))
         solver: Any = np.linalg  # partly untyped
         self._weights: Float64 = solver.solve(noisy, ratios - self._mean)
 
-    def at(self, features: Float64) -> Float64:  # of host and device
-        ratios: Float64 = self._mean + covariance(features[None], self._shapes)[0] @ self._weights
-        return ratios
+    def at(self, features: Float64) -> float:
+        return self._mean + float(covariance(features[None], self._shapes)[0] @ self._weights)
 
 
 def covariance(some: Float64, others: Float64) -> Float64:  # [some, others]

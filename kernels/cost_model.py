@@ -30,7 +30,7 @@ class Costs(Protocol):
     ) -> Cost: ...  # of one layer
 
 
-SERIAL_DEVICE = "cpu"  # where the host computes what it launches
+SERIAL_DEVICE = "cpu"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,6 +60,11 @@ class CostTable:
             raise CostTableError(f"a cost table must have the engine {TORCH} as blocks")
 
     @property
+    def is_serial(self) -> bool:
+        """The host computes what it launches."""
+        return self.device == SERIAL_DEVICE
+
+    @property
     def torch_engine(self) -> BlockEngine:
         engine = self.engines[TORCH]
         assert isinstance(engine, BlockEngine)
@@ -79,9 +84,7 @@ class CostTable:
         total = Cost(0.0, 0.0)
         for part in work.parts:
             total += self.engines.get(part.engine, self.torch_engine).cost(part)
-        if self.device == SERIAL_DEVICE:
-            return Cost(total.host_seconds + total.device_seconds, 0.0)
-        return total
+        return self._serial(total)
 
     def strategy_cost(
         self, phase: Phase, kernel: Kernel, layout: AttentionLayout, work: Work
@@ -91,8 +94,16 @@ class CostTable:
         corrections = self.corrections.get(phase)
         if corrections is None:
             return cost
+        if self.is_serial:
+            cost = Cost(0.0, cost.host_seconds)
         key = correction_key(kernel, work)
-        return corrections.corrected(key, layout_features(layout), cost)
+        return self._serial(corrections.corrected(key, layout_features(layout), cost))
+
+    def _serial(self, cost: Cost) -> Cost:
+        """On a CPU all of it is the host's."""
+        if not self.is_serial:
+            return cost
+        return Cost(cost.host_seconds + cost.device_seconds, 0.0)
 
     def scaled(self, shape: HeadShape) -> "CostTable":
         """The table for other heads."""

@@ -175,7 +175,7 @@ def test_a_strategy_that_chooses_its_engines_is_measured_with_each(costs: CostTa
         rig=StrategyBench(bench, pages=4, page_size=16, rows=32),
         strategies=[TwoWays(steered)],
         costs=steered,
-        estimate=lambda work: 1.0,
+        estimate=lambda work: 1e-6,
     )
     measured = list(meter.measure(Phase.PREFILL, items_over(16, [2, 3]), longest_s=2.0))
     assert [m.work.parts[0].engine for m in measured] == ["slow", "fast"]
@@ -189,7 +189,7 @@ def test_what_is_estimated_at_many_times_the_best_is_not_measured(costs: CostTab
         rig=StrategyBench(bench, pages=4, page_size=16, rows=32),
         strategies=[TwoWays(steered)],
         costs=steered,
-        estimate=lambda work: 11.0 if work.parts[0].engine == "slow" else 1.0,
+        estimate=lambda work: 6e-6 if work.parts[0].engine == "slow" else 1e-6,
     )
     measured = list(meter.measure(Phase.PREFILL, items_over(16, [2, 3]), longest_s=99.0))
     assert [m.work.parts[0].engine for m in measured] == ["fast"]

@@ -85,7 +85,7 @@ def test_a_correction_holds_where_it_was_measured_and_near(costs: CostTable) -> 
     key = correction_key(Kernel.RAGGED, work)
     correction = Corrections(
         shapes=(tuple(layout_features(layout).tolist()), (0.0, 1.0, 1.0, 0.0, 1.0), (0.0,) * 5),
-        strategies={key: StrategyCorrection(host=(0.3, None, 0.1), device=(0.0, None, 0.0))},
+        strategies={key: StrategyCorrection(host_seconds=0.0, device=(0.3, None, 0.1))},
     )
     table = replace(costs, corrections={Phase.PREFILL: correction})
     plain = table.work_cost(work).seconds

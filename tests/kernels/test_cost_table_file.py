@@ -34,7 +34,7 @@ ENGINE = TileEngine(
 @pytest.fixture
 def full(costs: CostTable) -> CostTable:
     """Every kind of entry."""
-    correction = StrategyCorrection(host=(0.1, None), device=(-0.2, None))
+    correction = StrategyCorrection(host_seconds=1e-5, device=(-0.2, None))
     corrections = Corrections(
         shapes=((1.0, 2.0, 3.0, 4.0, 0.5), (0.0, 0.0, 0.0, 0.0, 1.0)),
         strategies={"ragged:fast": correction},

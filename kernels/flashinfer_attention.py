@@ -13,20 +13,18 @@ from stemserve.kernels.flashinfer_prefill import LN2, PlannedPrefill
 from stemserve.kernels.flashinfer_runtime import FlashInferRuntime
 from stemserve.kernels.host_array import device_tensor, index_tensor
 from stemserve.kernels.layout import AttentionLayout, Int32, int32
-from stemserve.kernels.page_gather import gather
+from stemserve.kernels.page_gather import TokenCopy
 from stemserve.kernels.prefill_batch import BatchTables
 from stemserve.kernels.strategy import Kernel, Part, Phase, Work
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TokenCopy:
-    """What is copied in each layer, and where to in a scratch that all layers share."""
+class CopiedKeys:
+    """A copy in a scratch that all layers share, as the kernel reads it: in pages or not."""
 
-    sources: Tensor  # [tokens]
-    k: Tensor  # [tokens, kv_heads, head_dim]
+    copy: TokenCopy
+    k: Tensor
     v: Tensor
-    k_read: Tensor  # the same as the kernel reads it, in pages or not
-    v_read: Tensor
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,7 +32,7 @@ class FlashInferPlan:
     work: Work
     num_rows: int
     prefill: PlannedPrefill | None  # None: no row sees anything
-    copy: TokenCopy | None  # None: the pool's pages are read
+    keys: CopiedKeys | None  # None: the pool's pages are read
     row_order: Tensor | None
     row_place: Tensor | None  # the inverse
     empty_rows: Tensor | None  # the layout's rows that see nothing; None: there are none
@@ -74,7 +72,7 @@ class FlashInferAttention(ABC):
             work=work,
             num_rows=layout.num_rows,
             prefill=self._runtime.prefill.plan(tables.batch, backend, device) if sees else None,
-            copy=self._copy(tables) if sees else None,
+            keys=self._keys(tables) if sees else None,
             row_order=None if order is None else index_tensor(order, device),
             row_place=None if order is None else index_tensor(order.argsort(), device),
             empty_rows=index_tensor(empty, device) if len(empty) else None,
@@ -84,10 +82,10 @@ class FlashInferAttention(ABC):
         if plan.prefill is None:
             return _nothing_seen(q)
         ordered = q if plan.row_order is None else q.index_select(0, plan.row_order)
-        k, v, copy = kv.k_pages, kv.v_pages, plan.copy
-        if copy is not None:
-            gather(copy.sources, kv, copy.k, copy.v)
-            k, v = copy.k_read, copy.v_read
+        k, v = kv.k_pages, kv.v_pages
+        if plan.keys is not None:
+            plan.keys.copy.run(kv)
+            k, v = plan.keys.k, plan.keys.v
         out, lse = self._runtime.prefill.run(plan.prefill, ordered, k, v)
         if plan.row_place is not None:
             out, lse = out.index_select(0, plan.row_place), lse.index_select(0, plan.row_place)
@@ -97,19 +95,15 @@ class FlashInferAttention(ABC):
             lse.index_fill_(0, plan.empty_rows, -torch.inf)
         return AttentionState(out, lse)
 
-    def _copy(self, tables: BatchTables) -> TokenCopy | None:
+    def _keys(self, tables: BatchTables) -> CopiedKeys | None:
         if tables.sources is None:
             return None
         k, v = self._runtime.scratch.tokens(len(tables.sources))
+        copy = TokenCopy(device_tensor(tables.sources, self._runtime.device), k, v)
+        if tables.batch.pages is None:
+            return CopiedKeys(copy=copy, k=k, v=v)
         paged = (-1, tables.batch.page_size, *k.shape[1:])
-        contiguous = tables.batch.pages is None
-        return TokenCopy(
-            sources=device_tensor(tables.sources, self._runtime.device),
-            k=k,
-            v=v,
-            k_read=k if contiguous else k.view(paged),
-            v_read=v if contiguous else v.view(paged),
-        )
+        return CopiedKeys(copy=copy, k=k.view(paged), v=v.view(paged))
 
     def _choose(self, layout: AttentionLayout, tables: BatchTables) -> tuple[Backend, Work]:
         works = [(backend, self._work(layout, tables, backend)) for backend in self._backends]

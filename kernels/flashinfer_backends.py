@@ -29,7 +29,11 @@ class FlashInferUnavailable(RuntimeError):
 
 
 class PrefillModule(Protocol):
-    """The compiled functions of one backend, dtype and head_dim."""
+    """The compiled functions of one backend, dtype and head_dim.
+
+    They are called directly: FlashInfer's wrappers of them take the host more time a layer than the
+    functions do, and wait for the device while they plan.
+    """
 
     plan: Callable[..., Any]
     paged_run: Callable[..., None]
@@ -76,9 +80,12 @@ def load_backends(
 def _load(backend: Backend, head_dim: int, dtype: torch.dtype) -> PrefillModule:
     log.info("loading FlashInfer's %s for head_dim %d in %s", backend, head_dim, dtype)
     no_rope, no_window, no_soft_cap, fp32_scores = 0, False, False, False
-    arguments = (dtype, dtype, dtype, torch.int32, head_dim, head_dim, no_rope)
-    flashinfer: Any = importlib.import_module("flashinfer.prefill")
-    module: PrefillModule = flashinfer.get_batch_prefill_module(
-        backend.value, *arguments, no_window, no_soft_cap, fp32_scores
+    flashinfer: Any = importlib.import_module("flashinfer.jit")
+    program = flashinfer.gen_batch_prefill_module(
+        backend.value,
+        *(dtype, dtype, dtype, torch.int32),
+        *(head_dim, head_dim),
+        *(no_rope, no_window, no_soft_cap, fp32_scores),
     )
+    module: PrefillModule = program.build_and_load()
     return module

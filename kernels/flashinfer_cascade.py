@@ -13,7 +13,7 @@ from stemserve.kernels.flashinfer_prefill import PlannedPrefill
 from stemserve.kernels.flashinfer_runtime import FlashInferRuntime
 from stemserve.kernels.host_array import device_tensor, index_tensor
 from stemserve.kernels.layout import AttentionLayout, int32
-from stemserve.kernels.level_merge import MAX_LEVELS, LevelParts, merged
+from stemserve.kernels.level_merge import MAX_LEVELS, LevelMerge, LevelParts
 from stemserve.kernels.strategy import Kernel, Part, Phase, Work
 
 
@@ -28,8 +28,7 @@ class FlashInferCascadePlan:
     work: Work
     levels: list[PlannedLevel]
     row_order: Tensor | None  # None: rows are in depth-first order already
-    seen: Tensor  # [rows] bits of the levels
-    targets: Tensor  # [rows] the layout's row of each
+    merge: LevelMerge
 
 
 class FlashInferCascadeDecode:
@@ -65,8 +64,13 @@ class FlashInferCascadeDecode:
                 for level in cascade.levels
             ],
             row_order=None if cascade.in_order else index_tensor(cascade.row_order, device),
-            seen=device_tensor(cascade.seen, device),
-            targets=device_tensor(cascade.row_order, device),
+            merge=LevelMerge(
+                len(cascade.levels),
+                device_tensor(cascade.seen, device),
+                device_tensor(cascade.row_order, device),
+                self._runtime.shape.query_heads,
+                self._runtime.shape.head_dim,
+            ),
         )
 
     def run(self, plan: FlashInferCascadePlan, q: Tensor, kv: LayerKV) -> AttentionState:
@@ -80,7 +84,7 @@ class FlashInferCascadeDecode:
                 kv.v_pages,
                 into=AttentionState(parts.outs[i, level.rows], parts.lses[i, level.rows]),
             )
-        return merged(parts, plan.seen, plan.targets)
+        return plan.merge.run(parts)
 
     def _work(self, cascade: CascadeLevels) -> Work:
         shape, parts = self._runtime.shape, list[Part]()

@@ -1,5 +1,6 @@
 """Batches planned and run on a named backend of FlashInfer."""
 
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,17 +18,20 @@ from stemserve.kernels.prefill_batch import PrefillBatch
 
 LN2 = 0.6931471805599453  # FlashInfer's log-sum-exp is to base 2
 ALIGNMENT = 16  # bytes
+HEADS_IN_TOKENS = 0  # of its two layouts
+NO_WINDOW = -1
+DEPENDENT_LAUNCH = True  # the device prepares a kernel while the one before it ends
 
 
 @dataclass(kw_only=True)
 class PlannedPrefill:
     """A batch on the device; it holds its space of the workspace until it is dropped."""
 
-    backend: Backend
     batch: PrefillBatch
-    tables: dict[str, Tensor]
-    work_lists: Any = None  # of FlashInfer
-    space: PlanSpace | None = None
+    function: Callable[..., None]
+    before: tuple[Any, ...] = ()  # q, k and v
+    tables: tuple[Tensor, ...]
+    after: tuple[Any, ...]  # out and lse
 
 
 class Prefill:
@@ -38,37 +42,21 @@ class Prefill:
         self._backends = backends
         self._workspace = workspace
 
-    @property
-    def backends(self) -> tuple[Backend, ...]:
-        return tuple(self._backends)
-
     def plan(self, batch: PrefillBatch, backend: Backend, device: torch.device) -> PlannedPrefill:
         """Host work, and copies that nobody waits for."""
-        planned = PlannedPrefill(backend=backend, batch=batch, tables=device_tables(batch, device))
-        space = planned.space = self._workspace.space(planned)
-        shape = self._shape
-        head_dims = (shape.head_dim, shape.head_dim)
-        page_size = 1 if batch.pages is None else batch.page_size
-        dividing = (-1, False, 0) if backend is Backend.FA2 else ()  # as its plan sees fit
-        planned.work_lists = self._backends[backend].plan(
-            self._workspace.partial,
-            space.device,
-            space.host,
-            _host(batch.row_indptr),
-            _host(batch.kv_indptr),
-            _host(batch.kv_tokens),
-            int(batch.rows.sum()),
-            batch.requests,
-            shape.query_heads,
-            shape.kv_heads,
-            page_size,
-            False,  # no CUDA graph
-            *head_dims,
-            batch.causal,
-            -1,  # no window
-            *dividing,
+        module, tables = self._backends[backend], device_tables(batch, device)
+        lists = ("row_indptr", "kv_indptr", "pages", "last_page_tokens")
+        planned = PlannedPrefill(
+            batch=batch,
+            function=module.ragged_run if batch.pages is None else module.paged_run,
+            tables=tuple(tables[name] for name in lists if name in tables),
+            after=(mask_mode(batch), HEADS_IN_TOKENS, NO_WINDOW, DEPENDENT_LAUNCH)
+            + self._numbers(batch, backend, tables),
         )
+        space = self._workspace.space(planned)
+        work_lists = module.plan(*self._plan_arguments(batch, backend, space))
         space.record()
+        planned.before = (self._workspace.partial, space.device, work_lists)
         return planned
 
     def run(
@@ -83,33 +71,44 @@ class Prefill:
 
         Rows that see nothing have any result. `lse` is to base 2.
         """
-        batch, module = planned.batch, self._backends[planned.backend]
-        out, lse = _new_state(q) if into is None else into
-        tables = planned.tables
-        head = (self._workspace.partial, _device(planned), planned.work_lists, q, k, v)
-        ends = (out, lse, mask_mode(batch), 0, -1, True)  # heads within tokens, no window
-        masks = (tables.get("mask"), tables.get("mask_indptr"), None)
-        items = (tables.get("prefix_tokens"), tables.get("places"), tables.get("longest_item"))
+        state = _new_state(q) if into is None else into
+        planned.function(*planned.before, q, k, v, *planned.tables, *state, *planned.after)
+        return state
+
+    def _plan_arguments(
+        self, batch: PrefillBatch, backend: Backend, space: PlanSpace
+    ) -> tuple[Any, ...]:
+        shape = self._shape
+        buffers = (self._workspace.partial, space.device, space.host)
+        requests = (_host(batch.row_indptr), _host(batch.kv_indptr), _host(batch.kv_tokens))
+        sizes = (int(batch.rows.sum()), batch.requests, shape.query_heads, shape.kv_heads)
+        page_size = 1 if batch.pages is None else batch.page_size
+        head_dims = (shape.head_dim, shape.head_dim)
+        no_graph = False
+        division = (-1, False, 0) if backend is Backend.FA2 else ()  # as it sees fit
+        return (
+            *(*buffers, *requests, *sizes, page_size, no_graph),
+            *(*head_dims, batch.causal, NO_WINDOW, *division),
+        )
+
+    def _numbers(
+        self, batch: PrefillBatch, backend: Backend, tables: Mapping[str, Tensor]
+    ) -> tuple[Any, ...]:
+        """Arguments that the backends have in different orders."""
+        items = tuple(tables.get(name) for name in ("prefix_tokens", "places", "longest_item"))
         width = 0 if batch.items is None else batch.items.places.shape[1]
-        scale = self._shape.scale
-        indptrs = (tables["row_indptr"], tables["kv_indptr"])
-        if batch.pages is None:
-            module.ragged_run(*head, *indptrs, *ends, *masks, *items, 0.0, scale, 1.0, 1.0, width)
-        else:
-            pages = (tables["pages"], tables["last_page_tokens"])
-            no_scales = (None, None, None)
-            module.paged_run(
-                *head, *indptrs, *pages, *ends, *masks, *items,
-                0.0, scale, *no_scales, 1.0, 1.0, width, 0,
-            )  # fmt: skip
-        return AttentionState(out, lse)
+        no_cap, scale, one = 0.0, self._shape.scale, 1.0
+        if backend is Backend.FA3:
+            v_scales = None
+            return (*items, v_scales, no_cap, scale, one, width)
+        no_alibi, no_scales = None, (None, None)
+        masks = (tables.get("mask"), tables.get("mask_indptr"), no_alibi)
+        rotary = (one, one)
+        return (*masks, *items, *no_scales, no_cap, scale, *rotary, width)
 
 
 def _new_state(q: Tensor) -> AttentionState:
-    return AttentionState(
-        torch.empty(q.shape, dtype=q.dtype, device=q.device),
-        torch.empty(q.shape[:2], dtype=torch.float32, device=q.device),
-    )
+    return AttentionState(q.new_empty(q.shape), q.new_empty(q.shape[:2], dtype=torch.float32))
 
 
 def mask_mode(batch: PrefillBatch) -> int:
@@ -164,8 +163,3 @@ def _padding(size: int) -> NDArray[np.uint8]:
 def _host(array: NDArray[np.int32]) -> Tensor:
     tensor: Tensor = torch.from_numpy(array)  # pyright: ignore[reportUnknownMemberType]
     return tensor
-
-
-def _device(planned: PlannedPrefill) -> Tensor:
-    assert planned.space is not None
-    return planned.space.device

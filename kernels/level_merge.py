@@ -7,6 +7,7 @@ from torch import Tensor
 
 from stemserve.kernels import level_merge_triton
 from stemserve.kernels.attention_state import AttentionState
+from stemserve.kernels.repeated_launch import RepeatedLaunch
 
 KERNELS: Any = level_merge_triton  # untyped: device code
 PAIRS = 4  # of a row and a head, of one program
@@ -27,29 +28,32 @@ class LevelParts(NamedTuple):
         )
 
 
-def merged(parts: LevelParts, seen: Tensor, targets: Tensor) -> AttentionState:
-    """The answer of every row, with a natural log-sum-exp.
+class LevelMerge:
+    """The answer of every row, with a natural log-sum-exp."""
 
-    seen: int32 [rows], a bit for each level in which the row sees a token; with none, out is 0
-    and lse -inf. targets: int32 [rows], the result's row of each.
-    """
-    levels, rows, heads, head_dim = parts.outs.shape
-    out = torch.empty(parts.outs.shape[1:], dtype=parts.outs.dtype, device=parts.outs.device)
-    lse = torch.empty(parts.lses.shape[1:], dtype=torch.float32, device=parts.lses.device)
-    if rows:
-        KERNELS.merge_levels[(-(-rows * heads // PAIRS),)](
-            parts.outs,
-            parts.lses,
-            seen,
-            targets,
-            out,
-            lse,
-            rows * heads,
-            heads,
+    def __init__(
+        self, levels: int, seen: Tensor, targets: Tensor, heads: int, head_dim: int
+    ) -> None:
+        """seen: int32 [rows], a bit for each level in which the row sees a token; with none, out
+        is 0 and lse -inf. targets: int32 [rows], the result's row of each.
+        """
+        self._seen = seen
+        self._targets = targets
+        self._launch = RepeatedLaunch(
+            KERNELS.merge_levels,
+            -(-len(seen) * heads // PAIRS),
             LEVELS=levels,
             DIM=head_dim,
             COLUMNS=1 << (head_dim - 1).bit_length(),
             PAIRS=PAIRS,
             num_warps=1,
         )
-    return AttentionState(out, lse)
+
+    def run(self, parts: LevelParts) -> AttentionState:
+        _, rows, heads, _ = parts.outs.shape
+        out = parts.outs.new_empty(parts.outs.shape[1:])
+        lse = parts.lses.new_empty(parts.lses.shape[1:])
+        if rows:
+            tensors = (self._targets, parts.outs, parts.lses, self._seen, out, lse)
+            self._launch(tensors, (rows * heads, heads))
+        return AttentionState(out, lse)

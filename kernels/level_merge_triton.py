@@ -11,10 +11,10 @@ NO_SCORE = tl.constexpr(-1e30)  # finite, so that a difference of two is no NaN
 
 @triton.jit
 def merge_levels(
+    targets,  # [rows] row of the result
     outs,  # [levels, rows, heads, DIM]
     lses,  # [levels, rows, heads] to base 2
     seen,  # [rows] a bit for each level in which the row sees anything
-    targets,  # [rows] row of the result
     out,  # [rows, heads, DIM]
     lse,  # [rows, heads] natural
     pairs,  # rows * heads

@@ -8,6 +8,7 @@ from torch import Tensor
 from stemserve.kernels import page_gather_triton
 from stemserve.kernels.attention_state import LayerKV
 from stemserve.kernels.layout import HeadShape
+from stemserve.kernels.repeated_launch import RepeatedLaunch
 
 KERNELS: Any = page_gather_triton  # untyped: device code
 ELEMENTS = 4096  # of K that a program copies, and as many of V
@@ -49,33 +50,34 @@ class TokenScratch:
         return torch.empty(2, tokens, *self._heads, dtype=self._dtype, device=self._device)
 
 
-def gather(sources: Tensor, kv: LayerKV, k_out: Tensor, v_out: Tensor) -> None:
-    """Fill K and V, each contiguous [tokens, kv_heads, head_dim].
+class TokenCopy:
+    """A copy of the tokens that `sources` names, once a layer, to the same place."""
 
-    `sources`, int32 [tokens], are those of token_sources.py.
-    """
-    count = len(sources)
-    if not count:
-        return
-    k_rows, v_rows = _packed_rows(kv.k_rows), _packed_rows(kv.v_rows)
-    width = k_out.shape[1] * k_out.shape[2]
-    columns = 1 << (width - 1).bit_length()
-    block = max(1, ELEMENTS // columns)
-    KERNELS.gather_tokens[(-(-count // block),)](
-        sources,
-        kv.k_pages,
-        kv.v_pages,
-        k_rows,
-        v_rows,
-        k_out,
-        v_out,
-        count,
-        k_rows.stride(0),
-        v_rows.stride(0),
-        WIDTH=width,
-        COLUMNS=columns,
-        TOKENS=block,
-    )
+    def __init__(self, sources: Tensor, k: Tensor, v: Tensor) -> None:
+        """sources: int32 [tokens], see token_sources.py; k, v: [tokens, kv_heads, head_dim]."""
+        width = k.shape[1] * k.shape[2]
+        columns = 1 << (width - 1).bit_length()
+        block = max(1, ELEMENTS // columns)
+        self._sources = sources
+        self.k = k
+        self.v = v
+        self._launch = RepeatedLaunch(
+            KERNELS.gather_tokens,
+            -(-len(sources) // block),
+            WIDTH=width,
+            COLUMNS=columns,
+            TOKENS=block,
+        )
+
+    def run(self, kv: LayerKV) -> None:
+        count = len(self._sources)
+        if not count:
+            return
+        k_rows, v_rows = _packed_rows(kv.k_rows), _packed_rows(kv.v_rows)
+        self._launch(
+            (self._sources, kv.k_pages, kv.v_pages, k_rows, v_rows, self.k, self.v),
+            (count, k_rows.stride(0), v_rows.stride(0)),
+        )
 
 
 def _packed_rows(rows: Tensor) -> Tensor:

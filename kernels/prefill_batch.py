@@ -1,6 +1,7 @@
 """A batch of attention requests as FlashInfer reads it, and what it does not see by itself."""
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,7 +22,7 @@ class ItemPositions:
     longest_item: NDArray[np.uint16]  # [requests]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class PrefillBatch:
     """Requests, each with its rows and its tokens; the rows follow each other.
 
@@ -43,22 +44,22 @@ class PrefillBatch:
     def requests(self) -> int:
         return len(self.rows)
 
-    @property
+    @cached_property
     def row_indptr(self) -> Int32:
         return indptr(self.rows)
 
-    @property
+    @cached_property
     def kv_indptr(self) -> Int32:
         """Of pages, or of tokens without pages."""
         return indptr(self.kv_tokens if self.pages is None else self.page_counts)
 
-    @property
+    @cached_property
     def page_counts(self) -> Int32:
         return int32(-(-self.kv_tokens // self.page_size))
 
     @property
     def last_page_tokens(self) -> Int32:
-        return self.kv_tokens - np.maximum(self.page_counts - 1, 0) * self.page_size
+        return int32(self.kv_tokens - np.maximum(self.page_counts - 1, 0) * self.page_size)
 
     @property
     def empty_rows(self) -> Int32:

@@ -52,4 +52,4 @@ def node_sources(layout: AttentionLayout, nodes: Int32) -> Int32:
 def token_slots(layout: AttentionLayout, nodes: Int32) -> Int32:
     """The tokens of some nodes without gaps."""
     sources = node_sources(layout, nodes)
-    return sources[sources != EMPTY]
+    return int32(sources[sources != EMPTY])

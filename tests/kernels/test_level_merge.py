@@ -10,7 +10,7 @@ from tests.kernels.forests import Node, Segment, make_layout, random_layout
 
 from stemserve.kernels import reference
 from stemserve.kernels.cascade_levels import cascade_levels
-from stemserve.kernels.level_merge import LevelParts, merged
+from stemserve.kernels.level_merge import LevelMerge, LevelParts
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 LOG2E = 1.4426950408889634
@@ -32,7 +32,8 @@ def test_levels_merge_as_in_float64(
     answer = reference.merge_states(outs, lses.masked_fill(hidden[:, :, None], -torch.inf))
     outs[hidden], lses[hidden] = torch.nan, torch.nan  # what is not seen may hold anything
     parts = LevelParts(outs.to(DEVICE), (lses * LOG2E).to(DEVICE))
-    state = merged(parts, seen.to(DEVICE), order.to(DEVICE, torch.int32))
+    merge = LevelMerge(levels, seen.to(DEVICE), order.to(DEVICE, torch.int32), heads, head_dim)
+    state = merge.run(parts)
     tolerance = 1e-3 if dtype is torch.float16 else 1e-2
     found = state.out.double().cpu()[order]
     torch.testing.assert_close(found, answer.out, atol=tolerance, rtol=tolerance)

@@ -9,7 +9,7 @@ pytest.importorskip("triton")
 from tests.kernels.forests import head_shape
 
 from stemserve.kernels.attention_state import LayerKV
-from stemserve.kernels.page_gather import TokenScratch, gather
+from stemserve.kernels.page_gather import TokenCopy, TokenScratch
 from stemserve.kernels.token_sources import EMPTY
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -47,7 +47,9 @@ def test_tokens_come_from_pages_rows_or_nowhere(heads: tuple[int, int], dtype: t
     k, v = scratch.tokens(len(sources))
     k.fill_(torch.nan)
     v.fill_(torch.nan)
-    gather(torch.tensor(sources, dtype=torch.int32, device=DEVICE), kv, k, v)
+    copy = TokenCopy(torch.tensor(sources, dtype=torch.int32, device=DEVICE), k, v)
+    copy.run(random_layer(5, *heads, dtype))  # as another layer did
+    copy.run(kv)
     torch.testing.assert_close(k, expected(sources, kv.k_pages.flatten(0, 1), kv.k_rows))
     torch.testing.assert_close(v, expected(sources, kv.v_pages.flatten(0, 1), kv.v_rows))
 
@@ -56,7 +58,7 @@ def test_rows_whose_heads_are_apart_are_copied_too() -> None:
     kv = random_layer(3, 2, 16, torch.float16)
     apart = kv._replace(k_rows=kv.k_rows.transpose(1, 2).contiguous().transpose(1, 2))
     k, v = torch.empty(2, 4, 2, 16, dtype=torch.float16, device=DEVICE)
-    gather(torch.tensor([-1, -3, -2, 5], dtype=torch.int32, device=DEVICE), apart, k, v)
+    TokenCopy(torch.tensor([-1, -3, -2, 5], dtype=torch.int32, device=DEVICE), k, v).run(apart)
     torch.testing.assert_close(k[:3], kv.k_rows[[0, 2, 1]])
 
 

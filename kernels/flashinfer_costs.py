@@ -70,6 +70,7 @@ class TileCosts:
         """Of the attention; what copies and merges cost is the same on both backends."""
         total = Cost(0.0, 0.0)
         for part in work.parts:
-            if part.engine in self._engines:
-                total += self._engines[part.engine].cost(part)
+            engine = self._engines.get(part.engine.removesuffix("_items").removesuffix("_rows"))
+            if engine is not None:
+                total += engine.cost(part)
         return total

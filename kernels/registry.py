@@ -1,6 +1,8 @@
 """Every strategy that this package has for a device, by phase and kernel."""
 
+import logging
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 
@@ -17,6 +19,14 @@ from stemserve.kernels.ragged import RaggedAttention
 from stemserve.kernels.split import SplitAttention
 from stemserve.kernels.strategy import Kernel, Phase, Strategy
 
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StrategySet:
+    strategies: dict[tuple[Phase, Kernel], Strategy]
+    lacking: str | None  # why torch's paths run where the device could do better; None: they do not
+
 
 def strategies(
     shape: HeadShape,
@@ -26,10 +36,24 @@ def strategies(
     costs: Costs,
     limits: CodecLimits | None = None,
 ) -> dict[tuple[Phase, Kernel], Strategy]:
+    """The strategies of `strategy_set`."""
+    known = strategy_set(shape, device=device, dtype=dtype, costs=costs, limits=limits)
+    return known.strategies
+
+
+def strategy_set(
+    shape: HeadShape,
+    *,
+    device: torch.device,
+    dtype: torch.dtype,
+    costs: Costs,
+    limits: CodecLimits | None = None,
+) -> StrategySet:
     """`limits` of the torch codec's task division; None: the device runs one task at a time.
 
     One task is the case of a CPU, where each call is spread over all threads.
     """
+    flashinfer, lacking = _flashinfer(shape, device, dtype, costs)
     task_limits = limits or CodecLimits(workers=1)
     available: Sequence[Strategy] = (
         NaiveAttention(shape, device),
@@ -41,8 +65,28 @@ def strategies(
         PagedAttention(shape, device),
         CascadeAttention(shape, device, Phase.DECODE),
         *(_codec(shape, device, dtype) or [CodecAttention(shape, device, costs, task_limits)]),
+        *flashinfer,
     )
-    return {(strategy.phase, strategy.kernel): strategy for strategy in available}
+    return StrategySet(
+        strategies={(strategy.phase, strategy.kernel): strategy for strategy in available},
+        lacking=lacking,
+    )
+
+
+def _flashinfer(
+    shape: HeadShape, device: torch.device, dtype: torch.dtype, costs: Costs
+) -> tuple[Sequence[Strategy], str | None]:
+    """In place of torch's paths, and why not where they would be expected."""
+    if device.type != "cuda" or dtype == torch.float32:  # FlashInfer has no float32
+        return (), None
+    from stemserve.kernels.flashinfer_backends import FlashInferUnavailable
+    from stemserve.kernels.flashinfer_registry import flashinfer_strategies
+
+    try:
+        return flashinfer_strategies(shape, device, dtype, costs), None
+    except FlashInferUnavailable as error:
+        log.warning("attention runs on torch's slower paths without FlashInfer: %s", error)
+        return (), str(error)
 
 
 def _codec(shape: HeadShape, device: torch.device, dtype: torch.dtype) -> Sequence[Strategy]:

@@ -11,7 +11,7 @@ import numpy as np
 
 from stemserve.kernels.engine_cost import Cost
 from stemserve.kernels.layout import AttentionLayout
-from stemserve.kernels.strategy import Kernel, Phase, Strategy, Work
+from stemserve.kernels.strategy import TORCH, Kernel, Phase, Strategy, Work
 from stemserve.proto.v1 import inference_pb2
 from stemserve.worker.layout import AttentionGroup, Candidate, candidates, group, sub_layout
 from stemserve.worker.shape_signature import Signature, signature
@@ -39,7 +39,8 @@ KERNELS = {int(code): kernel for kernel, code in KERNEL_CODES.items()}
 class Reason(StrEnum):
     COST_MODEL = "cost_model"
     FORCED = "forced"
-    FALLBACK = "fallback"  # the forced kernel refused the layout, so the cost model chose
+    # The forced kernel refused the layout, or the device lacks its library: the cost model chose.
+    FALLBACK = "fallback"
     ONLY = "only"  # no other strategy takes the layout
 
 
@@ -61,6 +62,7 @@ class Prediction:
     cost: Cost
     kv_tokens_read: int
     refusal: str | None
+    on_torch: bool = False  # all of it
 
     @property
     def seconds(self) -> float:
@@ -79,11 +81,18 @@ _Verdict = tuple[Kernel, Reason]
 
 class Dispatcher:
     def __init__(
-        self, strategies: Strategies, costs: StrategyCosts, *, forced: Kernel | None
+        self,
+        strategies: Strategies,
+        costs: StrategyCosts,
+        *,
+        forced: Kernel | None,
+        lacking: str | None = None,
     ) -> None:
+        """`lacking`: why torch's paths stand in for faster ones; then they are fallbacks."""
         self._strategies = strategies
         self._costs = costs
         self._forced = forced
+        self._lacking = lacking
         self._choices: dict[Signature, _Verdict] = {}
         self._fallbacks_logged: set[str] = set()
         self._lock = threading.Lock()  # predictions are asked for while steps run
@@ -159,6 +168,8 @@ class Dispatcher:
         if not eligible:
             refusals = "; ".join(f"{p.kernel}: {p.refusal}" for p in predictions)
             raise NoStrategy(f"no {phase} strategy takes the layout ({refusals or 'none exists'})")
+        if self._lacking is not None and eligible[0].on_torch:
+            return eligible[0].kernel, Reason.FALLBACK
         return eligible[0].kernel, Reason.ONLY if len(eligible) == 1 else Reason.COST_MODEL
 
     def _predictions(self, phase: Phase, layout: AttentionLayout) -> list[Prediction]:
@@ -181,6 +192,7 @@ class Dispatcher:
             cost=self._costs.strategy_cost(strategy.phase, strategy.kernel, layout, work),
             kv_tokens_read=work.kv_tokens_read,
             refusal=None,
+            on_torch=all(part.engine == TORCH for part in work.parts),
         )
 
     def _log_fallback(self, strategy: Strategy, refusal: str) -> None:

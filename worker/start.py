@@ -10,7 +10,7 @@ import torch
 
 from stemserve.kernels.cost_model import CostTable
 from stemserve.kernels.cost_table_file import tables_json
-from stemserve.kernels.registry import strategies
+from stemserve.kernels.registry import strategy_set
 from stemserve.proto.v1 import worker_pb2
 from stemserve.worker.config import ConfigError, Device, Dtype, WorkerConfig
 from stemserve.worker.costs import device_costs
@@ -47,14 +47,14 @@ def make_parts(config: WorkerConfig, progress: Progress, check: Callable[[], Non
     model = _load(config, device, progress)
     heads = model.config.heads
     costs = device_costs(config.cost_table, heads, model.dtype, device, _checking(check))
-    available = strategies(heads, device=device, dtype=model.dtype, costs=costs)
+    available = strategy_set(heads, device=device, dtype=model.dtype, costs=costs)
     pool = _make_pool(config, model)
     limits = _limits(config, model, pool.shape)
     sampler = Sampler(limits.sampler_slots, device)
     runner = ModelRunner(
         model,
         pool,
-        Dispatcher(available, costs, forced=config.kernel),
+        Dispatcher(available.strategies, costs, forced=config.kernel, lacking=available.lacking),
         sampler,
         Scorer(model, sampler, vocab_size=limits.vocab_size, device=device),
         limits,

@@ -1,10 +1,11 @@
 """Which strategies there are."""
 
+import pytest
 import torch
 from tests.kernels.forests import head_shape
 
 from stemserve.kernels.cost_model import CostTable
-from stemserve.kernels.registry import strategies
+from stemserve.kernels.registry import strategies, strategy_set
 from stemserve.kernels.strategy import Kernel, Phase
 
 
@@ -24,3 +25,29 @@ def test_every_strategy_is_registered_under_its_own_phase_and_kernel(costs: Cost
         (Phase.DECODE, Kernel.CODEC),
     }
     assert all((s.phase, s.kernel) == key for key, s in found.items())
+
+
+def test_a_cpu_lacks_nothing(costs: CostTable) -> None:
+    known = strategy_set(
+        head_shape(4, 2, 64), device=torch.device("cpu"), dtype=torch.bfloat16, costs=costs
+    )
+    assert known.lacking is None
+
+
+@pytest.mark.gpu
+def test_a_gpu_has_flashinfers_strategies_in_place_of_torchs_in_16_bits(costs: CostTable) -> None:
+    pytest.importorskip("flashinfer")
+    known = strategy_set(
+        head_shape(16, 8, 128), device=torch.device("cuda"), dtype=torch.float16, costs=costs
+    )
+    assert known.lacking is None
+    names = {type(strategy).__name__ for strategy in known.strategies.values()}
+    assert {"FlashInferRagged", "FlashInferPaged", "FlashInferCascadeDecode"} <= names
+
+
+@pytest.mark.gpu
+def test_heads_that_flashinfer_does_not_know_stay_on_torch_and_say_so(costs: CostTable) -> None:
+    shape, device = head_shape(8, 8, 80), torch.device("cuda")
+    known = strategy_set(shape, device=device, dtype=torch.float16, costs=costs)
+    assert known.lacking is not None
+    assert strategy_set(shape, device=device, dtype=torch.float32, costs=costs).lacking is None

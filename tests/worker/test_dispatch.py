@@ -185,6 +185,15 @@ def test_a_choice_remembered_from_a_similar_shape_does_not_run_what_refuses() ->
     assert found == [Kernel.SPLIT, Kernel.NAIVE, Kernel.SPLIT]
 
 
+def test_torch_paths_are_counted_as_fallbacks_where_the_device_could_do_better() -> None:
+    dispatcher = Dispatcher(
+        toys(*naive_and_split()), TokenCosts(), forced=None, lacking="flashinfer is not installed"
+    )
+    choices = dispatcher.choose(two_trees())
+    assert summary(choices) == [(Kernel.SPLIT, Reason.FALLBACK, 2)]
+    assert dispatcher.fallbacks == 2  # trees
+
+
 def test_a_large_decode_group_is_not_weighed_at_every_page() -> None:
     paged = Toy(kernel=Kernel.PAGED, phase=Phase.DECODE, seconds_a_token=1)
     dispatcher = Dispatcher(toys(paged), TokenCosts(), forced=None)

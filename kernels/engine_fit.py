@@ -11,8 +11,8 @@ from stemserve.kernels.engine_cost import Cost, Float64, TileEngine
 from stemserve.kernels.strategy import TORCH, Kernel, Phase, Work
 
 SWEEPS = 2
-TILE_ROWS = (16, 64, 128)  # of one head, or of the query heads of a KV head together
-TILE_TOKENS = (32.0, 192.0)
+TILE_ROWS = (16, 32, 64, 128, 192)  # of one head, or of the query heads of a KV head together
+TILE_TOKENS = (16.0, 64.0, 128.0, 256.0, 512.0)
 LEAST_SECONDS = 1e-13  # of a token, where no time depends on the engine
 
 
@@ -39,7 +39,7 @@ def default_engine(query_heads: int, head_dim: int, processors: int) -> TileEngi
         lanes=query_heads,
         slots=processors,
         splits=True,
-        tile_tokens=TILE_TOKENS[0],
+        tile_tokens=TILE_TOKENS[1],
         token_seconds=64 * 4 * head_dim * processors / 500e12,
     )
 

@@ -128,6 +128,8 @@ def main() -> int:
     with torch.inference_mode():
         measured = run_sections(plan, progress.step)
     progress.close()
+    if plan.choices.lacking is not None:
+        missing["own strategies"] = f"torch's paths stood in: {plan.choices.lacking}"
     result = facts(seed) | {"quick": options.quick, "missing_peers": missing}
     result |= result_of(plan, measured)
     result["seconds"] = round(time.perf_counter() - started, 1)

@@ -9,7 +9,7 @@ from stemserve.kernels.calibration import device_name, measure_cost_table
 from stemserve.kernels.cost_model import CostTable
 from stemserve.kernels.cost_table_file import of_dtype, shipped_cost_tables, table_for_heads
 from stemserve.kernels.layout import AttentionLayout, HeadShape
-from stemserve.kernels.registry import strategies
+from stemserve.kernels.registry import StrategySet, strategy_set
 from stemserve.kernels.strategy import Kernel, Phase, Strategy
 from stemserve.worker.dispatch import Dispatcher, Prediction
 from stemserve.worker.layout import AttentionGroup
@@ -25,7 +25,7 @@ class Choices:
     dtype: torch.dtype
     _tables: tuple[CostTable, ...] = ()
     _costs: dict[HeadShape, CostTable] = field(default_factory=dict)
-    _strategies: dict[HeadShape, dict[tuple[Phase, Kernel], Strategy]] = field(default_factory=dict)
+    _sets: dict[HeadShape, StrategySet] = field(default_factory=dict)
 
     def costs(self, shape: HeadShape) -> CostTable:
         """Of the table that a worker would take; measured once where none comes for the device."""
@@ -40,11 +40,19 @@ class Choices:
         return self._costs[shape]
 
     def strategies(self, shape: HeadShape) -> dict[tuple[Phase, Kernel], Strategy]:
-        if shape not in self._strategies:
-            self._strategies[shape] = strategies(
+        return self._set(shape).strategies
+
+    @property
+    def lacking(self) -> str | None:
+        """Why torch's paths stood in for faster ones, if they did."""
+        return next((found.lacking for found in self._sets.values() if found.lacking), None)
+
+    def _set(self, shape: HeadShape) -> StrategySet:
+        if shape not in self._sets:
+            self._sets[shape] = strategy_set(
                 shape, device=self.device, dtype=self.dtype, costs=self.costs(shape)
             )
-        return self._strategies[shape]
+        return self._sets[shape]
 
     def predictions(
         self, phase: Phase, layout: AttentionLayout, shape: HeadShape

@@ -42,7 +42,8 @@ class AttentionLayout:
     segment is its chain: the tokens of all nodes from the root down to `segment_node`.
 
     * A stored segment's rows are the last tokens of its chain (their K/V is in the pages before
-      attention runs): row i of q_len rows at chain length n sees the first n - q_len + 1 + i.
+      attention runs, and in `LayerKV.k_rows` / `v_rows` too): row i of q_len rows at chain length n
+      sees the first n - q_len + 1 + i.
     * An item segment's rows are not in the chain: row i sees all of the chain and the segment's
       rows 0..i, whose K/V are in `LayerKV.k_rows` / `v_rows`.
 

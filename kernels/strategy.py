@@ -45,6 +45,7 @@ class Part:
     * `torch`: a sequence of a batched call, padding included; a part may have many calls.
     * batched attention, such as `fa2`, `fa3`, `cudnn`: a request of the batch. Where the engine
       skips tokens by a mask (multi-item), a tile of query rows and the tokens that it reads.
+    * `dense`: a tile of rows, and the tokens of the blocks that it reads.
     * `tree`: a piece of a tile's page stream, and the rows of the tile that it serves.
     * `gather`, a copy of K and V: no rows, the tokens copied. `merge` of partial results: the rows
       merged, once each part that they have; no tokens.
@@ -58,6 +59,13 @@ class Part:
     kv_tokens: Int32  # [blocks] KV tokens that the block reads
     causal: bool = False  # the last row of a block sees all its tokens, each row before one less
     launches: int = 1  # calls of the engine by the host
+    tokens_once: int | None = None  # where blocks are tiles that share reads: each token once
+
+    @property
+    def kv_tokens_read(self) -> int:
+        if self.tokens_once is not None:
+            return self.tokens_once
+        return int(self.kv_tokens.sum(dtype=np.int64))
 
     @property
     def pairs(self) -> Int64:  # [blocks] of a row and a token that it sees
@@ -93,7 +101,7 @@ class Work:
 
     @property
     def kv_tokens_read(self) -> int:
-        return sum(int(part.kv_tokens.sum(dtype=np.int64)) for part in self.parts)
+        return sum(part.kv_tokens_read for part in self.parts)
 
 
 class Strategy(Protocol):

@@ -93,17 +93,28 @@ def random_inputs(
 
     used = used_slots(layout)
     heads = (shape.kv_heads, shape.head_dim)
-    return Inputs(
-        layout=layout,
-        shape=shape,
-        q=normal(layout.num_rows, shape.query_heads, shape.head_dim),
-        kv=LayerKV(
-            paged(layout, normal(len(used), *heads)),
-            paged(layout, normal(len(used), *heads)),
-            normal(layout.num_rows, *heads),
-            normal(layout.num_rows, *heads),
-        ),
-    )
+    q = normal(layout.num_rows, shape.query_heads, shape.head_dim)
+    k_pages, v_pages = (paged(layout, normal(len(used), *heads)) for _ in range(2))
+    rows, slots = stored_rows(layout)
+    k_rows, v_rows = (normal(layout.num_rows, *heads) for _ in range(2))
+    k_rows[rows], v_rows[rows] = k_pages.flatten(0, 1)[slots], v_pages.flatten(0, 1)[slots]
+    return Inputs(layout=layout, shape=shape, q=q, kv=LayerKV(k_pages, v_pages, k_rows, v_rows))
+
+
+def stored_rows(layout: AttentionLayout) -> tuple[Tensor, Tensor]:
+    """Rows of stored segments, and the slots that hold their keys and values too."""
+    rows: list[int] = []
+    slots: list[int] = []
+    for segment in np.flatnonzero(~layout.segment_is_item).tolist():
+        chain = int(layout.chain_tokens[segment])
+        stop = int(layout.segment_indptr[segment + 1])
+        start = max(int(layout.segment_indptr[segment]), stop - chain)
+        token = np.arange(chain - (stop - start), chain)
+        pages = layout.chain_pages(int(layout.segment_node[segment]))
+        rows += range(start, stop)
+        in_pages = pages[token // layout.page_size] * layout.page_size + token % layout.page_size
+        slots += in_pages.tolist()
+    return torch.tensor(rows, dtype=torch.int64), torch.tensor(slots, dtype=torch.int64)
 
 
 def z_inputs(layout: AttentionLayout, shape: HeadShape) -> Inputs:

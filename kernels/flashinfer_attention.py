@@ -54,12 +54,16 @@ class FlashInferAttention(ABC):
     @abstractmethod
     def tables(self, layout: AttentionLayout) -> BatchTables: ...
 
+    def outline(self, layout: AttentionLayout) -> BatchTables:
+        """Tables of the same sizes, whose contents may be anything: what the work follows from."""
+        return self.tables(layout)
+
     def blocks(self, layout: AttentionLayout, tables: BatchTables) -> tuple[Int32, Int32]:
         """Rows and tokens of the blocks that the engine computes: as a rule the requests."""
         return tables.batch.rows, tables.batch.kv_tokens
 
     def work(self, layout: AttentionLayout) -> Work:
-        return self._choose(layout, self.tables(layout))[1]
+        return self._choose(layout, self.outline(layout))[1]
 
     def plan(self, layout: AttentionLayout) -> FlashInferPlan:
         return self.plan_tables(layout, self.tables(layout))

@@ -7,8 +7,14 @@ from stemserve.kernels.eligibility import decode_refusal
 from stemserve.kernels.flashinfer_attention import FlashInferAttention, FlashInferPlan
 from stemserve.kernels.flashinfer_backends import Backend
 from stemserve.kernels.flashinfer_runtime import FlashInferRuntime
-from stemserve.kernels.flashinfer_tables import naive_tables, pool_tables, ragged_tables
+from stemserve.kernels.flashinfer_tables import (
+    naive_outline,
+    naive_tables,
+    pool_tables,
+    ragged_tables,
+)
 from stemserve.kernels.flashinfer_tree_tables import (
+    custom_mask_outline,
     custom_mask_tables,
     multi_item_refusal,
     multi_item_tables,
@@ -35,6 +41,9 @@ class FlashInferNaive(FlashInferAttention):
 
     def tables(self, layout: AttentionLayout) -> BatchTables:
         return naive_tables(layout)
+
+    def outline(self, layout: AttentionLayout) -> BatchTables:
+        return naive_outline(layout)
 
     def engine(self, tables: BatchTables, backend: Backend) -> str:
         name = super().engine(tables, backend)
@@ -110,6 +119,9 @@ class FlashInferCustomMask(FlashInferAttention):
 
     def tables(self, layout: AttentionLayout) -> BatchTables:
         return custom_mask_tables(layout)
+
+    def outline(self, layout: AttentionLayout) -> BatchTables:
+        return custom_mask_outline(layout)
 
     def plan_masked(self, layout: AttentionLayout, mask: PackedMask) -> FlashInferPlan:
         """A plan with the caller's mask: a request a tree, over its nodes and then its items.

@@ -36,17 +36,28 @@ def naive_tables(layout: AttentionLayout) -> BatchTables:
     nodes = np.arange(layout.num_nodes, dtype=np.int32)
     slots = token_slots(layout, nodes)
     node_start = np.cumsum(layout.node_tokens) - layout.node_tokens
-    asked = layout.segment_rows[segments]
-    own = np.where(layout.segment_is_item[segments], asked, 0)
+    own = np.where(layout.segment_is_item[segments], layout.segment_rows[segments], 0)
     chain_counts = np.where(levels >= 0, layout.node_tokens[levels], 0)
     # The own rows of a segment are one more run, after the slots of all nodes.
     starts = np.column_stack([node_start[levels], len(slots) + layout.segment_indptr[segments]])
     counts = np.column_stack([chain_counts, own])
     known = np.concatenate([slots, row_sources(int32([0]), int32([layout.num_rows]))])
-    rows, tokens = seeing_requests(asked, int32(counts.sum(axis=1)))
-    return BatchTables(
-        batch=_batch(layout, rows, tokens, None), sources=known[runs(int32(starts), int32(counts))]
-    )
+    sources = known[runs(int32(starts), int32(counts))]
+    return BatchTables(batch=naive_batch(layout), sources=sources)
+
+
+def naive_outline(layout: AttentionLayout) -> BatchTables:
+    """As `naive_tables`, without the sources."""
+    batch = naive_batch(layout)
+    return BatchTables(batch=batch, sources=np.zeros(int(batch.kv_tokens.sum()), np.int32))
+
+
+def naive_batch(layout: AttentionLayout) -> PrefillBatch:
+    segments = row_segments(layout)
+    asked = layout.segment_rows[segments]
+    own = asked * layout.segment_is_item[segments]
+    rows, tokens = seeing_requests(asked, layout.chain_tokens[segments] + own)
+    return _batch(layout, rows, tokens, None)
 
 
 def ragged_tables(layout: AttentionLayout) -> BatchTables:

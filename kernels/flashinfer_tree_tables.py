@@ -160,6 +160,21 @@ def custom_mask_tables(layout: AttentionLayout, mask: PackedMask | None = None) 
     )
 
 
+def custom_mask_outline(layout: AttentionLayout) -> BatchTables:
+    """As `custom_mask_tables`, without the masks: these take long to make."""
+    requests = logical_requests(layout)
+    tokens = int32([request_tokens(layout, request) for request in requests])
+    batch = PrefillBatch(
+        rows=int32([request_rows(layout, request) for request in requests]),
+        kv_tokens=tokens,
+        pages=int32([]),
+        page_size=layout.page_size,
+        causal=False,
+    )
+    copied = int(batch.page_counts.sum()) * layout.page_size
+    return BatchTables(batch=batch, sources=np.zeros(copied, np.int32))
+
+
 def _items(layout: AttentionLayout, request: LogicalRequest) -> Int32:
     return request.segments[layout.segment_is_item[request.segments]]
 

@@ -18,8 +18,14 @@ from tests.kernels.forests import (
 from tests.kernels.prefill_reader import read_tables
 
 from stemserve.kernels import reference
-from stemserve.kernels.flashinfer_tables import naive_tables, pool_tables, ragged_tables
+from stemserve.kernels.flashinfer_tables import (
+    naive_outline,
+    naive_tables,
+    pool_tables,
+    ragged_tables,
+)
 from stemserve.kernels.flashinfer_tree_tables import (
+    custom_mask_outline,
     custom_mask_tables,
     multi_item_refusal,
     multi_item_tables,
@@ -90,6 +96,20 @@ def test_ragged_items_share_the_pages_of_their_prefix() -> None:
     assert len(tables.sources) == 320 + 32 * 16  # a page of its own for each item
     copied = naive_tables(items_over(320, [4] * 32)).sources
     assert copied is not None and len(copied) == 32 * 324
+
+
+@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize(
+    ("outline", "tables"),
+    [(naive_outline, naive_tables), (custom_mask_outline, custom_mask_tables)],
+)
+def test_an_outline_has_the_sizes_of_the_tables(outline: Tables, tables: Tables, seed: int) -> None:
+    layout = random_layout(np.random.default_rng(seed), page_size=16)
+    found, made = outline(layout), tables(layout)
+    np.testing.assert_array_equal(found.batch.rows, made.batch.rows)
+    np.testing.assert_array_equal(found.batch.kv_tokens, made.batch.kv_tokens)
+    assert found.sources is not None and made.sources is not None
+    assert len(found.sources) == len(made.sources)
 
 
 def test_a_batch_without_items_copies_nothing() -> None:

@@ -66,6 +66,7 @@ def strategy_set(
         CascadeAttention(shape, device, Phase.DECODE),
         *(_codec(shape, device, dtype) or [CodecAttention(shape, device, costs, task_limits)]),
         *flashinfer,
+        *_dense(shape, device, dtype),
     )
     return StrategySet(
         strategies={(strategy.phase, strategy.kernel): strategy for strategy in available},
@@ -87,6 +88,15 @@ def _flashinfer(
     except FlashInferUnavailable as error:
         log.warning("attention runs on torch's slower paths without FlashInfer: %s", error)
         return (), str(error)
+
+
+def _dense(shape: HeadShape, device: torch.device, dtype: torch.dtype) -> Sequence[Strategy]:
+    """Cascade and split prefill in place of torch's; nothing where the kernel does not run."""
+    if device.type != "cuda":
+        return ()
+    from stemserve.kernels.dense_attention import dense_strategies
+
+    return dense_strategies(shape, device, dtype)
 
 
 def _codec(shape: HeadShape, device: torch.device, dtype: torch.dtype) -> Sequence[Strategy]:

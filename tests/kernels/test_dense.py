@@ -146,12 +146,12 @@ def test_rows_may_be_views_of_a_projection() -> None:
     shape, dtype = SHAPES[0], DTYPES[0]
     layout = make_layout([Node(tokens=300)], [Segment(rows=300), Segment(rows=7, is_item=True)])
     inputs = random_inputs(layout, shape, 3, dtype)
+    known = strategy(Kernel.CASCADE, shape, dtype)
     kv, heads = inputs.kv, (shape.query_heads, shape.kv_heads, shape.kv_heads)
     joined = torch.cat([inputs.q, kv.k_rows, kv.v_rows], dim=1).to(CUDA)
     starts = np.cumsum([0, *heads]).tolist()
     q, k_rows, v_rows = (joined[:, a:b] for a, b in zip(starts, starts[1:], strict=False))
     views = on_gpu(kv)._replace(k_rows=k_rows, v_rows=v_rows)
-    known = strategy(Kernel.CASCADE, shape, dtype)
     state = known.run(known.plan(layout), q, views)
     assert state.out.is_contiguous()
     torch.testing.assert_close(state.out.double(), oracle(inputs).out, atol=3e-3, rtol=0)

@@ -66,21 +66,22 @@ class _Process:
     """Between measured shapes, and their mean far from all of them."""
 
     def __init__(self, shapes: Float64, ratios: Float64) -> None:  # [shapes, FEATURES], [shapes]
-        self._shapes = shapes
+        self._places = shapes / REACH
         self._mean = float(ratios.mean())
-        noisy = covariance(shapes, shapes) + NOISE**2 * np.eye(len(shapes))
+        noisy = np.stack([self._near(place) for place in self._places])
+        noisy += NOISE**2 * np.eye(len(shapes))
         solver: Any = np.linalg  # partly untyped
         self._weights: Float64 = solver.solve(noisy, ratios - self._mean)
 
     def at(self, features: Float64) -> float:
-        return self._mean + float(covariance(features[None], self._shapes)[0] @ self._weights)
+        return self._mean + float(self._near(features / REACH) @ self._weights)
 
-
-def covariance(some: Float64, others: Float64) -> Float64:  # [some, others]
-    """Exponential: times over sizes have steps."""
-    apart = (some[:, None] - others[None]) / REACH
-    similar: Float64 = SPREAD**2 * np.exp(-np.sqrt((apart**2).sum(axis=-1)))
-    return similar
+    def _near(self, place: Float64) -> Float64:  # [shapes]
+        """Covariance with each of the shapes. Exponential: times over sizes have steps."""
+        apart = self._places - place
+        distance = np.sqrt(np.einsum("ij,ij->i", apart, apart))
+        near: Float64 = SPREAD**2 * np.exp(-distance)
+        return near
 
 
 def layout_features(layout: AttentionLayout) -> Float64:  # [FEATURES]

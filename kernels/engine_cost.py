@@ -1,5 +1,6 @@
 """What the parts of a plan cost on one engine: a table of blocks, or a model of tiles on slots."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -123,24 +124,42 @@ class TileEngine:
 
     def path_tokens(self, part: Part) -> float:
         """Tokens that the busiest slot works through, what tiles cost beside them included."""
-        counts = -(-part.rows.astype(np.int64) // self.tile_rows)
-        counts = np.maximum(counts, (part.kv_tokens > 0) & (part.rows == 0))  # copies
-        number = int(counts.sum()) * self.lanes
+        if len(part.rows) == 1:
+            tiles, tokens, longest = self._one(part)
+        else:
+            tiles, tokens, longest = self._many(part)
+        number = tiles * self.lanes
         if not number:
             return 0.0
-        tokens = counts * part.kv_tokens.astype(np.float64)
-        if part.causal:
-            tokens = causal_tile_tokens(part.rows, part.kv_tokens, self.tile_rows)
-        total = float(tokens.sum()) * self.lanes + number * self.tile_tokens
+        total = tokens * self.lanes + number * self.tile_tokens
         busy = total / self.slots
-        longest = float(part.kv_tokens[counts > 0].max()) + self.tile_tokens
+        longest += self.tile_tokens
         if self.splits:
             return max(busy, total / number / self.slots)
         mean = total / number
         waves = number / self.slots
         even = longest <= 1.05 * mean
-        tail = (np.ceil(waves) - waves) * mean if even else mean / 2
-        return max(longest, busy + float(tail))
+        tail = (math.ceil(waves) - waves) * mean if even else mean / 2
+        return max(longest, busy + tail)
+
+    def _one(self, part: Part) -> tuple[int, float, float]:
+        """Tiles of a lane, the tokens that they read, and the most that one reads."""
+        rows, tokens = int(part.rows[0]), int(part.kv_tokens[0])
+        tiles = -(-rows // self.tile_rows) if rows else int(tokens > 0)  # no rows: a copy
+        if not part.causal:
+            return tiles, float(tiles * tokens), float(tokens)
+        read = causal_tile_tokens(np.array([rows]), np.array([tokens]), self.tile_rows)
+        return tiles, float(read[0]), float(tokens)
+
+    def _many(self, part: Part) -> tuple[int, float, float]:
+        tiles = -(-part.rows // self.tile_rows)
+        if not part.rows.all():
+            tiles = np.maximum(tiles, (part.kv_tokens > 0) & (part.rows == 0))
+        if part.causal:
+            tokens = causal_tile_tokens(part.rows, part.kv_tokens, self.tile_rows).sum()
+        else:
+            tokens = tiles @ part.kv_tokens.astype(np.float64)
+        return int(tiles.sum(dtype=np.int64)), float(tokens), float(part.kv_tokens.max(initial=0))
 
     def scaled(self, ratio: float) -> "TileEngine":
         """For so many times the query heads * head_dim."""

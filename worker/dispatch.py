@@ -78,6 +78,9 @@ class Choice:
 
 _Verdict = tuple[Kernel, Reason]
 
+TREES = Phase.PREFILL  # whose candidates are trees
+FREE = (Reason.COST_MODEL, Reason.ONLY)  # nobody forced the kernel
+
 
 class Dispatcher:
     def __init__(
@@ -93,22 +96,22 @@ class Dispatcher:
         self._costs = costs
         self._forced = forced
         self._lacking = lacking
-        self._choices: dict[Signature, _Verdict] = {}
+        self._choices: dict[Signature, _Verdict | None] = {}
         self._fallbacks_logged: set[str] = set()
         self._lock = threading.Lock()  # predictions are asked for while steps run
         self.fallbacks = 0
 
     def choose(self, step: Step) -> list[Choice]:
         """The step's groups: trees with the same verdict are one group."""
-        merged: dict[tuple[Phase, Kernel, Reason], list[Candidate]] = {}
+        merged: dict[tuple[Phase, _Verdict], list[Candidate]] = {}
         with self._lock:
             for candidate in candidates(step):
-                kernel, reason = self._verdict(step.layout, candidate)
-                merged.setdefault((candidate.phase, kernel, reason), []).append(candidate)
+                verdict = self._verdict(step.layout, candidate)
+                merged.setdefault((candidate.phase, verdict), []).append(candidate)
             return [
                 choice
-                for (_, kernel, reason), parts in merged.items()
-                for choice in self._fit(step, (kernel, reason), parts)
+                for (_, verdict), parts in self._together(step, merged).items()
+                for choice in self._fit(step, verdict, parts)
             ]
 
     def predict(self, attention_group: AttentionGroup) -> list[Prediction]:
@@ -119,6 +122,46 @@ class Dispatcher:
         """Predicted, of one layer."""
         group, kernel = choice.group, choice.strategy.kernel
         return self._costs.strategy_cost(group.phase, kernel, group.layout, work)
+
+    def _together(
+        self, step: Step, apart: dict[tuple[Phase, _Verdict], list[Candidate]]
+    ) -> dict[tuple[Phase, _Verdict], list[Candidate]]:
+        """All trees of a step with one strategy, if that costs less: launches are paid once."""
+        free = {key: parts for key, parts in apart.items() if key[1][1] in FREE and key[0] is TREES}
+        trees = [tree for parts in free.values() for tree in parts]
+        if len(trees) < 2:
+            return apart
+        segments = np.sort(np.concatenate([tree.segments for tree in trees]))
+        every = Candidate(phase=TREES, forced=0, segments=segments)
+        shape = ("together", *signature(step.layout, every))
+        if shape in self._choices:
+            verdict = self._choices.pop(shape)
+        else:
+            verdict = self._cheaper_together(step.layout, every, free)
+        self._remember(shape, verdict)
+        if verdict is None:
+            return apart
+        return {key: apart[key] for key in apart if key not in free} | {(TREES, verdict): trees}
+
+    def _cheaper_together(
+        self,
+        layout: AttentionLayout,
+        every: Candidate,
+        apart: Mapping[tuple[Phase, _Verdict], list[Candidate]],
+    ) -> _Verdict | None:
+        total = Cost(0.0, 0.0)
+        for (phase, (kernel, _)), parts in apart.items():
+            segments = np.sort(np.concatenate([part.segments for part in parts]))
+            prediction = self._prediction(
+                self._strategies[phase, kernel], sub_layout(layout, segments)
+            )
+            if prediction.refusal is not None:
+                return None
+            total += prediction.cost
+        best = self._predictions(every.phase, sub_layout(layout, every.segments))[0]
+        if best.refusal is not None or best.seconds >= total.seconds:
+            return None
+        return best.kernel, Reason.COST_MODEL
 
     def _fit(self, step: Step, verdict: _Verdict, parts: list[Candidate]) -> Iterator[Choice]:
         """The parts as one group, or as several where a strategy takes one tree at a time only."""
@@ -137,17 +180,19 @@ class Dispatcher:
 
     def _verdict(self, layout: AttentionLayout, candidate: Candidate) -> _Verdict:
         shape = signature(layout, candidate)
-        if shape in self._choices:
-            # Moved to the end: the first of the dict is the least recently used.
-            verdict = self._choices.pop(shape)
-        else:
+        verdict = self._choices.pop(shape, None)
+        if verdict is None:
             verdict = self._decide(candidate, sub_layout(layout, candidate.segments))
-            if len(self._choices) >= CHOICES_KEPT:
-                del self._choices[next(iter(self._choices))]
-        self._choices[shape] = verdict
+        self._remember(shape, verdict)
         if verdict[1] is Reason.FALLBACK:
             self.fallbacks += 1
         return verdict
+
+    def _remember(self, shape: Signature, verdict: _Verdict | None) -> None:
+        """At the end: the first of the dict is the least recently used."""
+        if len(self._choices) >= CHOICES_KEPT:
+            del self._choices[next(iter(self._choices))]
+        self._choices[shape] = verdict
 
     def _decide(self, candidate: Candidate, layout: AttentionLayout) -> _Verdict:
         phase = candidate.phase

@@ -212,7 +212,7 @@ def test_a_shape_is_weighed_once() -> None:
     dispatcher = Dispatcher(toys(naive, split), TokenCosts(), forced=None)
     for _ in range(5):
         dispatcher.choose(two_trees())
-    assert naive.asked == 2  # two shapes
+    assert naive.asked == 3  # two shapes, and both trees together
 
 
 def test_a_decode_group_is_weighed_anew_when_it_needs_a_page() -> None:
@@ -282,3 +282,53 @@ def test_the_plan_does_the_work_that_was_priced(real: Dispatcher) -> None:
     planned = choice.strategy.plan(choice.group.layout).work
     assert planned.launches == work.launches
     assert np.array_equal(planned.kv_tokens, work.kv_tokens)
+
+
+class Overhead:
+    """A call costs 10 whatever it does, a token 1 in `split`, and 2 in `ragged`."""
+
+    def strategy_cost(
+        self, phase: Phase, kernel: Kernel, layout: AttentionLayout, work: Work
+    ) -> Cost:
+        tokens = work.kv_tokens_read
+        return Cost(0.0, tokens if kernel is Kernel.SPLIT else 10.0 + 0.5 * tokens)
+
+
+def many_trees(count: int) -> Step:
+    plan = PlanBuilder()
+    for tree in range(count):
+        pages = range(2 * tree, 2 * tree + 1 + tree % 2)
+        plan.prefill(plan.node(4 * len(pages), pages), [1, 2])
+    return decode_step(plan.build(), LIMITS)
+
+
+def test_trees_that_are_cheaper_with_one_strategy_are_one_group() -> None:
+    split = Toy(kernel=Kernel.SPLIT, phase=Phase.PREFILL, seconds_a_token=1)
+    ragged = Toy(kernel=Kernel.RAGGED, phase=Phase.PREFILL, seconds_a_token=1)
+    dispatcher = Dispatcher(toys(split, ragged), Overhead(), forced=None)
+    assert summary(dispatcher.choose(many_trees(1)))[0][0] is Kernel.SPLIT
+    for _ in range(2):
+        choices = dispatcher.choose(many_trees(12))
+        assert summary(choices) == [(Kernel.RAGGED, Reason.COST_MODEL, 12)]
+    asked = ragged.asked
+    dispatcher.choose(many_trees(12))
+    assert ragged.asked == asked
+
+
+def test_trees_keep_their_own_strategies_where_that_costs_less() -> None:
+    class Own(Overhead):
+        def strategy_cost(
+            self, phase: Phase, kernel: Kernel, layout: AttentionLayout, work: Work
+        ) -> Cost:
+            long = layout.chain_tokens == 8
+            wrong = long.sum() if kernel is Kernel.SPLIT else (~long).sum()
+            return Cost(0.0, float(layout.num_segments + 100 * wrong))
+
+    split = Toy(kernel=Kernel.SPLIT, phase=Phase.PREFILL, seconds_a_token=1)
+    ragged = Toy(kernel=Kernel.RAGGED, phase=Phase.PREFILL, seconds_a_token=1)
+    dispatcher = Dispatcher(toys(split, ragged), Own(), forced=None)
+    found = summary(dispatcher.choose(many_trees(6)))
+    assert sorted(found) == [
+        (Kernel.RAGGED, Reason.COST_MODEL, 3),
+        (Kernel.SPLIT, Reason.COST_MODEL, 3),
+    ]

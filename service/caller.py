@@ -10,6 +10,7 @@ from dataclasses import dataclass
 class Caller:
     tenant: str  # empty where callers have no identity
     salt: bytes  # of the prefix tree: callers share cached pages only under one salt
+    max_prefix_bytes: int = 0  # of KV that its registered prefixes take; 0: no limit
 
 
 ANYONE = Caller(tenant="", salt=b"")

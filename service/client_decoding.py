@@ -92,6 +92,7 @@ def prefix(message: prefixes_pb2.Prefix) -> Prefix:
         parent_prefix_id=message.parent_prefix_id,
         token_count=message.token_count,
         resident_tokens=message.resident_tokens,
+        pinned=message.pinned,
         ttl_seconds=message.ttl_seconds,
         expires_unix_seconds=message.expires_unix_seconds,
     )

@@ -75,5 +75,6 @@ class Prefix:
     parent_prefix_id: str
     token_count: int
     resident_tokens: int
+    pinned: bool
     ttl_seconds: float  # 0: no expiry
     expires_unix_seconds: float  # 0: never

@@ -22,6 +22,11 @@ class Engine(Protocol):
     @property
     def facts(self) -> WorkerFacts: ...
 
+    @property
+    def generation(self) -> int:
+        """Counts the workers; what was cached went with the one before."""
+        ...
+
     async def score(self, job: ScoreJob) -> ScoreResult:
         """Raises RequestError: QueueFull, NeverFits, DeadlinePassed, NotReady, EngineFault."""
         ...
@@ -42,6 +47,17 @@ class Engine(Protocol):
         ...
 
     async def load(self) -> Load: ...
+
+    async def pin(self, key: str, tokens: Int32, salt: bytes) -> int:
+        """Keep what is computed of a sequence in the cache, until `unpin` or a new worker.
+
+        Returns how many leading tokens that are. Raises QuotaExceeded, NotReady.
+        """
+        ...
+
+    async def unpin(self, key: str) -> None:
+        """Raises NotReady: then nothing is pinned any more."""
+        ...
 
     async def resident_tokens(self, tokens: Int32, salt: bytes) -> int:
         """How many leading tokens of the sequence are in the KV cache."""

@@ -153,6 +153,8 @@ async def serve(
         gc.collect()
         gc.freeze()  # what lives now lives for ever: no collection need look at it again
         announce(Ready(facts=facts, ports=servers.ports, metrics_port=port))
+        keeping = asyncio.create_task(services.keeper.keep())
+        stack.callback(keeping.cancel)
         await _until_drained(core, signals, gate, config.server)
 
 

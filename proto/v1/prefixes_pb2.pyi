@@ -28,6 +28,7 @@ class Prefix(google.protobuf.message.Message):
     RESIDENT_TOKENS_FIELD_NUMBER: builtins.int
     TTL_SECONDS_FIELD_NUMBER: builtins.int
     EXPIRES_UNIX_SECONDS_FIELD_NUMBER: builtins.int
+    PINNED_FIELD_NUMBER: builtins.int
     prefix_id: builtins.str
     parent_prefix_id: builtins.str
     token_count: builtins.int
@@ -38,6 +39,7 @@ class Prefix(google.protobuf.message.Message):
     """sliding: renewed by each use; 0: no expiry"""
     expires_unix_seconds: builtins.float
     """0: never"""
+    pinned: builtins.bool
     def __init__(
         self,
         *,
@@ -47,8 +49,9 @@ class Prefix(google.protobuf.message.Message):
         resident_tokens: builtins.int = ...,
         ttl_seconds: builtins.float = ...,
         expires_unix_seconds: builtins.float = ...,
+        pinned: builtins.bool = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["expires_unix_seconds", b"expires_unix_seconds", "parent_prefix_id", b"parent_prefix_id", "prefix_id", b"prefix_id", "resident_tokens", b"resident_tokens", "token_count", b"token_count", "ttl_seconds", b"ttl_seconds"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["expires_unix_seconds", b"expires_unix_seconds", "parent_prefix_id", b"parent_prefix_id", "pinned", b"pinned", "prefix_id", b"prefix_id", "resident_tokens", b"resident_tokens", "token_count", b"token_count", "ttl_seconds", b"ttl_seconds"]) -> None: ...
 
 Global___Prefix: typing_extensions.TypeAlias = Prefix
 
@@ -62,6 +65,7 @@ class RegisterRequest(google.protobuf.message.Message):
     TTL_SECONDS_FIELD_NUMBER: builtins.int
     WARM_FIELD_NUMBER: builtins.int
     PREFIX_ID_FIELD_NUMBER: builtins.int
+    PIN_FIELD_NUMBER: builtins.int
     text: builtins.str
     tokens: builtins.bytes
     """little-endian uint32 token ids"""
@@ -70,9 +74,13 @@ class RegisterRequest(google.protobuf.message.Message):
     ttl_seconds: builtins.float
     """0: the server's default"""
     warm: builtins.bool
-    """compute the KV before answering"""
+    """compute the KV before answering, and again when the engine was restarted"""
     prefix_id: builtins.str
     """Asked-for id; empty: the server makes one. An id that exists with other content is ALREADY_EXISTS."""
+    pin: builtins.bool
+    """Warm, and keep the KV in the cache until the prefix is released or expires. All pins together may
+    hold half of the cache: more is RESOURCE_EXHAUSTED.
+    """
     def __init__(
         self,
         *,
@@ -82,9 +90,10 @@ class RegisterRequest(google.protobuf.message.Message):
         ttl_seconds: builtins.float = ...,
         warm: builtins.bool = ...,
         prefix_id: builtins.str = ...,
+        pin: builtins.bool = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["content", b"content", "text", b"text", "tokens", b"tokens"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["content", b"content", "parent_prefix_id", b"parent_prefix_id", "prefix_id", b"prefix_id", "text", b"text", "tokens", b"tokens", "ttl_seconds", b"ttl_seconds", "warm", b"warm"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["content", b"content", "parent_prefix_id", b"parent_prefix_id", "pin", b"pin", "prefix_id", b"prefix_id", "text", b"text", "tokens", b"tokens", "ttl_seconds", b"ttl_seconds", "warm", b"warm"]) -> None: ...
     def WhichOneof(self, oneof_group: typing.Literal["content", b"content"]) -> typing.Literal["text", "tokens"] | None: ...
 
 Global___RegisterRequest: typing_extensions.TypeAlias = RegisterRequest

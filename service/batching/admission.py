@@ -73,6 +73,7 @@ class Demand:
 class Backlog:
     """What a job would find before it."""
 
+    pinned_pages: int
     queued_requests: int
     queued_tokens: int
     tokens_before: int  # of these and of running jobs, that certainly come before it
@@ -98,7 +99,7 @@ class Admission:
 
     def check(self, ticket: Ticket, demand: Demand, backlog: Backlog) -> None:
         """Raises DeadlinePassed, NeverFits, QuotaExceeded or QueueFull."""
-        self._check_size(demand)
+        self._check_size(demand, self._num_pages - backlog.pinned_pages)
         self._check_deadline(ticket, demand, backlog)
         if backlog.queued_requests >= self._limits.max_queued_requests:
             raise self._full(f"{backlog.queued_requests} requests wait", backlog)
@@ -108,11 +109,11 @@ class Admission:
             raise self._full(f"{backlog.queued_tokens} tokens wait to be computed", backlog)
         self._charge(ticket, demand)
 
-    def _check_size(self, demand: Demand) -> None:
-        if demand.pages > self._num_pages:
+    def _check_size(self, demand: Demand, pages: int) -> None:
+        if demand.pages > pages:
             raise NeverFits(
-                f"the request needs {demand.pages} KV pages at a time, the pool has "
-                f"{self._num_pages}: shorten it, ask for fewer samples, or start a worker with more"
+                f"the request needs {demand.pages} KV pages at a time, the pool has {pages} that "
+                "are not pinned: shorten it, ask for fewer samples, or start a worker with more"
             )
         if demand.samples > self._num_slots:
             raise NeverFits(

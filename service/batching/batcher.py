@@ -18,6 +18,7 @@ from stemserve.service.batching.job_intake import JobIntake
 from stemserve.service.batching.job_progress import JobProgress
 from stemserve.service.batching.job_table import JobTable
 from stemserve.service.batching.kv_cache import KvCache
+from stemserve.service.batching.pins import Pins
 from stemserve.service.batching.sampler_slots import SamplerSlots
 from stemserve.service.batching.step_builder import IssuedStep, StepBuilder
 from stemserve.service.batching.step_failure import undo_step
@@ -42,6 +43,7 @@ class Batcher:
     def _reset(self) -> None:
         facts = self._facts
         self._cache = KvCache(facts.kv_pages, facts.page_size)
+        self._pins = Pins(self._cache)
         self._slots = SamplerSlots(facts.sampler_slots)
         weights = {tenant: share.weight for tenant, share in self._limits.tenants.items()}
         self._jobs = JobTable(weights, short_tokens=self._limits.short_tokens)
@@ -56,6 +58,7 @@ class Batcher:
             cache=self._cache,
             slots=self._slots,
             admission=self._admission,
+            pins=self._pins,
             jobs=self._jobs,
         )
 
@@ -163,13 +166,24 @@ class Batcher:
     def resident_tokens(self, tokens: Int32, salt: bytes) -> int:
         return self._cache.resident_tokens(tokens, salt)
 
+    def pin(self, key: str, tokens: Int32, salt: bytes) -> int:
+        """Keep what is computed of a sequence in the cache; returns how many tokens that are.
+
+        Raises QuotaExceeded. The pin ends with `unpin`, or with the worker.
+        """
+        largest = max((job.pages for job in self._jobs.live()), default=0)
+        return self._pins.pin(key, tokens, salt, largest_job=largest)
+
+    def unpin(self, key: str) -> None:
+        self._pins.unpin(key)
+
     def check_idle(self) -> None:
         """Raises RuntimeError unless all jobs are gone and every page is free or cached."""
         if len(self._jobs) or self._issued:
             raise RuntimeError(f"{len(self._jobs)} jobs and {len(self._issued)} steps are left")
         if self._slots.num_free != self._facts.sampler_slots:
             raise RuntimeError(f"only {self._slots.num_free} sampler slots are free")
-        self._cache.check_idle()
+        self._cache.check_idle(self._pins.counts)
 
     def _drop_late(self, now: float) -> None:
         while self._deadlines and self._deadlines[0][0] <= now:

@@ -5,6 +5,7 @@ from stemserve.service.batching.generate_progress import GenerateProgress, gener
 from stemserve.service.batching.job_progress import JobProgress, Ticket
 from stemserve.service.batching.job_table import JobTable
 from stemserve.service.batching.kv_cache import KvCache
+from stemserve.service.batching.pins import Pins
 from stemserve.service.batching.sampler_slots import SamplerSlots
 from stemserve.service.batching.score_layout import ScoreLayout, lay_out
 from stemserve.service.batching.score_progress import ScoreProgress, context_pages
@@ -19,12 +20,14 @@ class JobIntake:
         cache: KvCache,
         slots: SamplerSlots,
         admission: Admission,
+        pins: Pins,
         jobs: JobTable,
     ) -> None:
         self._max_item_rows = limits.max_item_rows
         self._cache = cache
         self._slots = slots
         self._admission = admission
+        self._pins = pins
         self._jobs = jobs
 
     def take(self, job: Job, *, arrival: int, now: float) -> JobProgress:
@@ -75,9 +78,11 @@ class JobIntake:
             arrival=arrival,
             submitted_s=now,
             cost_tokens=demand.tokens,
+            pages=demand.pages,
         )
         waiting = self._jobs.waiting
         backlog = Backlog(
+            pinned_pages=self._pins.pages,
             queued_requests=len(waiting),
             queued_tokens=waiting.num_tokens,
             tokens_before=self._jobs.running_tokens(job.priority) + waiting.tokens_before(ticket),

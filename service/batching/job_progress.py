@@ -24,6 +24,7 @@ class Ticket:
     arrival: int
     submitted_s: float
     cost_tokens: int  # that had to be computed for it when it came
+    pages: int  # the most that it needs at a time
 
     @property
     def urgency(self) -> tuple[float, int]:
@@ -44,6 +45,7 @@ class JobProgress(ABC):
         self.urgency = ticket.urgency
         self.submitted_s = ticket.submitted_s
         self.cost_tokens = ticket.cost_tokens
+        self.pages = ticket.pages
         self.planned_rows = 0  # of prefill and items, since it started
         self.started_s: float | None = None  # first planned step
         self.in_flight = 0  # issued steps in which it has a share

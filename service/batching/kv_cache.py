@@ -1,5 +1,6 @@
 """Pages for sequences: shared through the prefix tree, taken from free pages, or evicted."""
 
+from collections.abc import Mapping
 from typing import Protocol
 
 from stemserve.service.batching.page_allocator import PageAllocator
@@ -144,15 +145,21 @@ class KvCache:
         partial = min(shared, tail.planned) if tail is not None else 0
         return len(nodes) * self.page_size + partial
 
-    def check_idle(self) -> None:
-        """Raises RuntimeError unless every page is free or cached, and the tree is sound."""
+    def check_idle(self, pinned: Mapping[PageNode, int]) -> None:
+        """Raises RuntimeError unless every page is free, pinned or cached, and the tree is sound.
+
+        `pinned` says how many pins hold a page.
+        """
         nodes = self.tree.nodes()
-        held = [node.page for node in nodes if node.refs or node.has_writer]
+        held = [n.page for n in nodes if n.refs != pinned.get(n, 0) or n.has_writer]
         if held:
             raise RuntimeError(f"pages {held} are held by nobody's sequences")
         total = self.allocator.num_pages
         pages = {node.page for node in nodes if not self.allocator.is_free(node.page)}
-        counts = (len(nodes), self.tree.num_pages, self.tree.num_unreferenced)
+        attached = sum(node.attached for node in pinned)
+        counts = (len(nodes), self.tree.num_pages, self.tree.num_unreferenced + attached)
+        lost = len(pinned) - attached  # not in the tree any more, and freed with their pin
+        total -= lost
         if set(counts) != {len(pages)} or self.allocator.num_free + len(pages) != total:
             raise RuntimeError(
                 f"{self.allocator.num_free} pages are free and {counts} cached, of {total}"

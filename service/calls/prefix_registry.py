@@ -8,7 +8,8 @@ from math import inf
 
 import numpy as np
 
-from stemserve.service.errors import PrefixesFull, PrefixExists, PrefixNotFound
+from stemserve.service.caller import Caller
+from stemserve.service.errors import PrefixesFull, PrefixExists, PrefixNotFound, QuotaExceeded
 from stemserve.service.request import Int32
 
 ID_BYTES = 12
@@ -22,13 +23,32 @@ class RegistryBounds:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class NewPrefix:
+    """What a client asks to register."""
+
+    prefix_id: str  # empty: the server makes one
+    parent_id: str
+    tokens: Int32  # with all parents
+    ttl_s: float = 0.0  # 0: the default
+    warm: bool = False
+    pin: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class RegisteredPrefix:
     prefix_id: str
     parent_id: str  # empty for none
+    owner: Caller
     tokens: Int32  # with all parents
     ttl_s: float  # sliding; 0: no expiry
     expires_s: float  # on the registry's clock; infinite without expiry
     owners: int = 1  # registrations that were not released
+    warm: bool = False  # to be computed again for a new worker
+    pin: bool = False  # and kept in the cache
+
+    @property
+    def pin_key(self) -> str:
+        return f"{self.owner.tenant}/{self.prefix_id}"
 
 
 class PrefixRegistry:
@@ -44,29 +64,44 @@ class PrefixRegistry:
         self._clock = clock
         self._prefixes: dict[tuple[str, str], RegisteredPrefix] = {}
         self._tokens = 0
+        self._dropped: list[RegisteredPrefix] = []
 
     def register(
-        self, owner: str, prefix_id: str, tokens: Int32, *, parent_id: str, ttl_s: float
+        self, owner: Caller, new: NewPrefix, *, most_tokens: int | None = None
     ) -> RegisteredPrefix:
-        """Without an id, the content's own: the same content then always has the same id."""
-        ttl_s = ttl_s or self._bounds.default_ttl_s
-        key = (owner, prefix_id or _content_id(tokens))
+        """Without an id, the content's own: the same content then always has the same id.
+
+        `most_tokens` bounds all prefixes of the owner, parents counted in each child. Raises
+        PrefixExists, PrefixesFull or QuotaExceeded.
+        """
+        ttl_s = new.ttl_s or self._bounds.default_ttl_s
+        tokens = new.tokens
+        key = (owner.tenant, new.prefix_id or _content_id(tokens))
         known = self._live(key)
         if known is None:
+            self._check_quota(owner.tenant, len(tokens), most_tokens)
             self._make_room(len(tokens))
             self._tokens += len(tokens)
             known = RegisteredPrefix(
                 prefix_id=key[1],
-                parent_id=parent_id,
+                parent_id=new.parent_id,
+                owner=owner,
                 tokens=tokens,
                 ttl_s=ttl_s,
                 expires_s=0.0,
                 owners=0,
             )
         elif not np.array_equal(known.tokens, tokens):
-            raise PrefixExists(prefix_id)
+            raise PrefixExists(key[1])
         longest = 0.0 if not known.ttl_s or not ttl_s else max(known.ttl_s, ttl_s)
-        return self._keep(key, replace(known, owners=known.owners + 1, ttl_s=longest))
+        joined = replace(
+            known,
+            owners=known.owners + 1,
+            ttl_s=longest,
+            warm=known.warm or new.warm or new.pin,
+            pin=known.pin or new.pin,
+        )
+        return self._keep(key, joined)
 
     def get(self, owner: str, prefix_id: str) -> RegisteredPrefix:
         known = self._live((owner, prefix_id))
@@ -97,6 +132,17 @@ class PrefixRegistry:
         start = bisect_right(ids, after)
         return tuple(self._prefixes[owner, prefix_id] for prefix_id in ids[start : start + count])
 
+    def to_keep_warm(self) -> tuple[RegisteredPrefix, ...]:
+        """Those that somebody wants computed, of all clients."""
+        self._drop_expired()
+        return tuple(prefix for prefix in self._prefixes.values() if prefix.warm)
+
+    def take_dropped(self) -> tuple[RegisteredPrefix, ...]:
+        """Pinned prefixes that were released or have expired since the last call."""
+        self._drop_expired()
+        dropped, self._dropped = self._dropped, []
+        return tuple(dropped)
+
     def __len__(self) -> int:
         self._drop_expired()
         return len(self._prefixes)
@@ -114,12 +160,28 @@ class PrefixRegistry:
         return known
 
     def _drop(self, key: tuple[str, str]) -> None:
-        self._tokens -= len(self._prefixes.pop(key).tokens)
+        gone = self._prefixes.pop(key)
+        self._tokens -= len(gone.tokens)
+        if gone.pin:
+            self._dropped.append(gone)
 
     def _drop_expired(self) -> None:
         now = self._clock()
         for key in [key for key, prefix in self._prefixes.items() if prefix.expires_s <= now]:
             self._drop(key)
+
+    def _check_quota(self, tenant: str, tokens: int, most_tokens: int | None) -> None:
+        if most_tokens is None:
+            return
+        self._drop_expired()
+        held = sum(len(p.tokens) for (owner, _), p in self._prefixes.items() if owner == tenant)
+        if held + tokens > most_tokens:
+            raise QuotaExceeded(
+                f"the registered prefixes of tenant {tenant} would have {held + tokens} tokens, "
+                f"at most {most_tokens} are allowed; release some",
+                subject="max_prefix_bytes",
+                retry_after_s=0.0,
+            )
 
     def _make_room(self, tokens: int) -> None:
         if self._fits(tokens):

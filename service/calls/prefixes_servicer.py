@@ -5,13 +5,12 @@ import math
 import time
 from collections.abc import Callable, Generator
 from contextlib import contextmanager, suppress
-from itertools import count
 
 from stemserve.proto.v1 import inference_pb2, prefixes_pb2, prefixes_pb2_grpc
 from stemserve.service.caller import Caller, current_caller
 from stemserve.service.calls.context_encoder import ContextEncoder
-from stemserve.service.calls.prefix_registry import PrefixRegistry, RegisteredPrefix
-from stemserve.service.calls.scoring import context_job
+from stemserve.service.calls.prefix_keeper import PrefixKeeper
+from stemserve.service.calls.prefix_registry import NewPrefix, PrefixRegistry, RegisteredPrefix
 from stemserve.service.calls.validation import check_characters, check_id, check_tokens
 from stemserve.service.calls.wire_tokens import TOKEN_BYTES
 from stemserve.service.engine import Engine
@@ -30,6 +29,7 @@ class PrefixesServicer(prefixes_pb2_grpc.PrefixesServicer):
         registry: PrefixRegistry,
         contexts: ContextEncoder,
         engine: Engine,
+        keeper: PrefixKeeper,
         limits: Limits,
         *,
         clock: Callable[[], float],
@@ -37,9 +37,9 @@ class PrefixesServicer(prefixes_pb2_grpc.PrefixesServicer):
         self._registry = registry
         self._contexts = contexts
         self._engine = engine
+        self._keeper = keeper
         self._limits = limits
         self._clock = clock
-        self._numbers = count()
 
     async def Register(
         self, request: prefixes_pb2.RegisterRequest, context: Context
@@ -47,16 +47,18 @@ class PrefixesServicer(prefixes_pb2_grpc.PrefixesServicer):
         deadline, caller = remaining_deadline(context), current_caller()
         _check_register(request, self._limits)
         tokens = await self._tokens(request, caller)
-        prefix = self._registry.register(
-            caller.tenant,
-            request.prefix_id,
-            tokens,
+        new = NewPrefix(
+            prefix_id=request.prefix_id,
             parent_id=request.parent_prefix_id,
+            tokens=tokens,
             ttl_s=request.ttl_seconds,
+            warm=request.warm,
+            pin=request.pin,
         )
+        prefix = self._registry.register(caller, new, most_tokens=self._most_tokens(caller))
         with self._released_on_error(prefix, caller):
-            if request.warm:
-                await self._warm(prefix, caller, deadline)
+            if request.warm or request.pin:
+                await self._keeper.warm(prefix, deadline=deadline)
             return prefixes_pb2.RegisterResponse(prefix=await self._message(prefix))
 
     async def Get(
@@ -89,6 +91,7 @@ class PrefixesServicer(prefixes_pb2_grpc.PrefixesServicer):
         self, request: prefixes_pb2.ReleaseRequest, context: Context
     ) -> prefixes_pb2.ReleaseResponse:
         self._registry.release(current_caller().tenant, request.prefix_id)
+        await self._keeper.let_go()
         return prefixes_pb2.ReleaseResponse()
 
     async def _tokens(self, request: prefixes_pb2.RegisterRequest, caller: Caller) -> Int32:
@@ -108,11 +111,10 @@ class PrefixesServicer(prefixes_pb2_grpc.PrefixesServicer):
             )
         return tokens
 
-    async def _warm(self, prefix: RegisteredPrefix, caller: Caller, deadline: float | None) -> None:
-        request_id = f"warm-{next(self._numbers)}:{prefix.prefix_id}"
-        await self._engine.score(
-            context_job(prefix.tokens, caller, request_id=request_id, deadline=deadline)
-        )
+    def _most_tokens(self, caller: Caller) -> int | None:
+        if not caller.max_prefix_bytes:
+            return None
+        return caller.max_prefix_bytes // max(1, self._engine.facts.kv_bytes_per_token)
 
     @contextmanager
     def _released_on_error(self, prefix: RegisteredPrefix, caller: Caller) -> Generator[None]:
@@ -135,6 +137,7 @@ class PrefixesServicer(prefixes_pb2_grpc.PrefixesServicer):
             resident_tokens=await self._engine.resident_tokens(prefix.tokens, salt),
             ttl_seconds=prefix.ttl_s,
             expires_unix_seconds=expires_s if math.isfinite(expires_s) else 0.0,
+            pinned=prefix.pin,
         )
 
 

@@ -22,6 +22,7 @@ from stemserve.service.calls.generate_runner import GenerateRunner
 from stemserve.service.calls.generation import GenerateEncoder
 from stemserve.service.calls.inference_servicer import InferenceServicer
 from stemserve.service.calls.info_servicer import InfoServicer
+from stemserve.service.calls.prefix_keeper import PrefixKeeper
 from stemserve.service.calls.prefix_registry import PrefixRegistry, RegistryBounds
 from stemserve.service.calls.prefixes_servicer import PrefixesServicer
 from stemserve.service.calls.score_encoder import ScoreEncoder
@@ -78,7 +79,10 @@ class Services:
         self._inference = InferenceServicer(
             score, generate, metrics, max_stream_calls=limits.max_stream_calls
         )
-        self._prefixes = PrefixesServicer(registry, contexts, engine, limits, clock=time.monotonic)
+        self.keeper = PrefixKeeper(registry, engine)
+        self._prefixes = PrefixesServicer(
+            registry, contexts, engine, self.keeper, limits, clock=time.monotonic
+        )
         self._info = InfoServicer(
             engine, registry, score, generate, limits, version=stemserve.__version__
         )

@@ -50,6 +50,9 @@ def register(
         float, typer.Option(metavar="SECONDS", help="Lifetime without use; 0: the server's.")
     ] = 0.0,
     warm: Annotated[bool, typer.Option("--warm", help="Compute its KV before answering.")] = False,
+    pin: Annotated[
+        bool, typer.Option("--pin", help="Warm it, and keep it in the KV cache until released.")
+    ] = False,
     server: Server = SERVER,
     timeout: Timeout = TIMEOUT_S,
     as_json: AsJson = False,
@@ -66,6 +69,7 @@ def register(
         prefix_id=prefix_id,
         ttl_seconds=ttl_seconds,
         warm=warm,
+        pin=pin,
     )
 
     async def run(channel: Channel) -> prefixes_pb2.RegisterResponse:
@@ -161,6 +165,7 @@ def _print(response: Message, prefixes: Sequence[prefixes_pb2.Prefix], json_want
     table.add_column("parent", overflow="fold")
     for name in ("tokens", "in the cache", "expires in"):
         table.add_column(name, justify="right")
+    table.add_column("pinned")
     for prefix in prefixes:
         left_s = prefix.expires_unix_seconds - time.time()
         table.add_row(
@@ -169,5 +174,6 @@ def _print(response: Message, prefixes: Sequence[prefixes_pb2.Prefix], json_want
             str(prefix.token_count),
             str(prefix.resident_tokens),
             f"{left_s:.0f} s" if prefix.expires_unix_seconds else "never",
+            "yes" if prefix.pinned else "no",
         )
     Console().print(table)

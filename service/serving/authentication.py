@@ -99,7 +99,11 @@ def authentication(
         return []
     server_key = secrets.token_bytes(32)
     callers = {
-        name: Caller(tenant=name, salt=group_salt(server_key, _group(name, tenant)))
+        name: Caller(
+            tenant=name,
+            salt=group_salt(server_key, _group(name, tenant)),
+            max_prefix_bytes=tenant.max_prefix_bytes,
+        )
         for name, tenant in tenants.items()
     }
     return [Authentication(identify, callers, metrics)]

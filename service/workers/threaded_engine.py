@@ -54,6 +54,7 @@ class ThreadedEngine:
         self._predict: Predict | None = None
         self._refusal: str | None = LOADING
         self._draining = False
+        self.generation = 0
 
     @property
     def facts(self) -> WorkerFacts:
@@ -69,6 +70,7 @@ class ThreadedEngine:
         """A worker is attached: jobs are taken from now on."""
         self._facts = facts
         self._predict = predict
+        self.generation += 1
         self._refusal = None
 
     def suspend(self, reason: str) -> None:
@@ -111,6 +113,12 @@ class ThreadedEngine:
 
     async def load(self) -> Load:
         return await self._ask(lambda batcher: batcher.load())
+
+    async def pin(self, key: str, tokens: Int32, salt: bytes) -> int:
+        return await self._ask(lambda batcher: batcher.pin(key, tokens, salt))
+
+    async def unpin(self, key: str) -> None:
+        await self._ask(lambda batcher: batcher.unpin(key))
 
     async def resident_tokens(self, tokens: Int32, salt: bytes) -> int:
         return await self._ask(lambda batcher: batcher.resident_tokens(tokens, salt))

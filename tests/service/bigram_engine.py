@@ -73,6 +73,9 @@ class BigramEngine:
         self.hold.set()
         self.running = 0
         self.stopped: set[tuple[str, int]] = set()
+        self.generation = 1
+        self.pinned: dict[str, list[int]] = {}
+        self.evicted_tokens = 0  # of each sequence before it can be pinned
 
     def without_lm_head(self) -> None:
         self.facts = replace(self.facts, has_lm_head=False)
@@ -129,6 +132,15 @@ class BigramEngine:
             cached_pages=4,
             used_pages=6,
         )
+
+    async def pin(self, key: str, tokens: Int32, salt: bytes) -> int:
+        if self.error is not None:
+            raise self.error
+        self.pinned[key] = tokens.tolist()
+        return max(0, len(tokens) - self.evicted_tokens)
+
+    async def unpin(self, key: str) -> None:
+        self.pinned.pop(key, None)
 
     async def resident_tokens(self, tokens: Int32, salt: bytes) -> int:
         if self.error is not None:

@@ -1,5 +1,6 @@
 """The public services over a bigram engine, on a real socket."""
 
+import asyncio
 from collections.abc import AsyncGenerator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
@@ -95,14 +96,16 @@ async def serving(
     server.add_generic_rpc_handlers((Health(SERVICES, note_serving=metrics.ready).handler(),))
     credentials = server_credentials(tls or TlsConfig())
     with ThreadPoolExecutor(1) as executor:
-        Services(
+        services = Services(
             engine,
             tokenizer=tokenizer or byte_tokenizer(),
             executor=executor,
             long_executor=executor,
             limits=limits,
             metrics=metrics,
-        ).add_to(server)
+        )
+        services.add_to(server)
+        keeping = asyncio.create_task(services.keeper.keep())
         address = "127.0.0.1:0"
         if credentials is None:
             port = server.add_insecure_port(address)
@@ -117,4 +120,5 @@ async def serving(
             yield Served(
                 target=target, client=client, channel=channel, engine=engine, registry=registry
             )
+        keeping.cancel()
         await server.stop(None)

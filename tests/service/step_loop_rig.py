@@ -139,6 +139,12 @@ class CountingBatcher:
     def resident_tokens(self, tokens: Int32, salt: bytes) -> int:
         return 0
 
+    def pin(self, key: str, tokens: Int32, salt: bytes) -> int:
+        return 0
+
+    def unpin(self, key: str) -> None:
+        pass
+
     def _length(self, name: str) -> int:
         found = self.jobs[name]
         assert isinstance(found, GenerateJob)

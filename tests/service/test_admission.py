@@ -35,12 +35,20 @@ def admission(**tenants: TenantShare) -> Admission:
 
 def ticket(deadline: float | None = None, tenant: str = "", now: float = NOW) -> Ticket:
     return Ticket(
-        priority=0, tenant=tenant, deadline=deadline, arrival=0, submitted_s=now, cost_tokens=1
+        priority=0,
+        tenant=tenant,
+        deadline=deadline,
+        arrival=0,
+        submitted_s=now,
+        cost_tokens=1,
+        pages=1,
     )
 
 
 def backlog(requests: int = 0, tokens: int = 0, before: int = 0) -> Backlog:
-    return Backlog(queued_requests=requests, queued_tokens=tokens, tokens_before=before)
+    return Backlog(
+        pinned_pages=0, queued_requests=requests, queued_tokens=tokens, tokens_before=before
+    )
 
 
 @pytest.mark.parametrize(

@@ -115,7 +115,7 @@ def test_what_a_generation_has_computed_is_found_when_it_has_ended() -> None:
     cache.tree.release(chain.nodes)
     assert cache.resident_tokens(int32(talk), b"") == 10
     assert cache.resident_tokens(int32(prompt), b"") == 6
-    cache.check_idle()
+    cache.check_idle({})
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -132,7 +132,7 @@ def test_generations_of_one_prompt_leave_no_page_behind_but_the_cached_ones(seed
         else:
             cache.drop(branch)
     cache.tree.release(chain.nodes)
-    cache.check_idle()
+    cache.check_idle({})
 
 
 def test_a_page_held_by_nobody_is_a_fault() -> None:
@@ -140,4 +140,4 @@ def test_a_page_held_by_nobody_is_a_fault() -> None:
     tokens: Int32 = int32([1, 2])
     cache.acquire(tokens, b"", new_step(), own_tail=False)
     with pytest.raises(RuntimeError, match="held"):
-        cache.check_idle()
+        cache.check_idle({})

@@ -3,8 +3,14 @@
 import numpy as np
 import pytest
 
-from stemserve.service.calls.prefix_registry import PrefixRegistry, RegisteredPrefix, RegistryBounds
-from stemserve.service.errors import PrefixesFull, PrefixExists, PrefixNotFound
+from stemserve.service.caller import Caller
+from stemserve.service.calls.prefix_registry import (
+    NewPrefix,
+    PrefixRegistry,
+    RegisteredPrefix,
+    RegistryBounds,
+)
+from stemserve.service.errors import PrefixesFull, PrefixExists, PrefixNotFound, QuotaExceeded
 from stemserve.service.request import Int32
 
 
@@ -25,9 +31,19 @@ def make(clock: Clock, bounds: RegistryBounds | None = None) -> PrefixRegistry:
 
 
 def add(
-    registry: PrefixRegistry, prefix_id: str, *tokens: int, owner: str = "", ttl_s: float = 0.0
+    registry: PrefixRegistry,
+    prefix_id: str,
+    *tokens: int,
+    owner: str = "",
+    ttl_s: float = 0.0,
+    warm: bool = False,
+    pin: bool = False,
+    most_tokens: int | None = None,
 ) -> RegisteredPrefix:
-    return registry.register(owner, prefix_id, ids(*tokens), parent_id="", ttl_s=ttl_s)
+    new = NewPrefix(
+        prefix_id=prefix_id, parent_id="", tokens=ids(*tokens), ttl_s=ttl_s, warm=warm, pin=pin
+    )
+    return registry.register(Caller(tenant=owner, salt=b""), new, most_tokens=most_tokens)
 
 
 def test_the_same_content_gets_the_same_id() -> None:
@@ -115,3 +131,39 @@ def test_a_full_registry_refuses_until_something_expires() -> None:
         add(registry, "b", 1, 2)
     clock.now += 10
     assert add(registry, "b", 1, 2).prefix_id == "b"
+
+
+def test_an_owner_is_held_to_its_quota_and_others_are_not() -> None:
+    clock = Clock()
+    registry = make(clock)
+    add(registry, "a", 1, 2, owner="x", most_tokens=3)
+    with pytest.raises(QuotaExceeded, match="would have 4 tokens, at most 3"):
+        add(registry, "b", 1, 2, owner="x", most_tokens=3)
+    add(registry, "a", 1, 2, owner="x", most_tokens=3)
+    add(registry, "b", 1, 2, owner="y", most_tokens=3)
+    clock.now += 10
+    add(registry, "b", 1, 2, owner="x", most_tokens=3)
+
+
+def test_dropped_pins_are_told_once() -> None:
+    clock = Clock()
+    registry = make(clock)
+    add(registry, "released", 1, pin=True)
+    add(registry, "expired", 2, pin=True)
+    add(registry, "plain", 3)
+    registry.release("", "released")
+    registry.release("", "plain")
+    assert [prefix.prefix_id for prefix in registry.take_dropped()] == ["released"]
+    clock.now += 10
+    assert [prefix.prefix_id for prefix in registry.take_dropped()] == ["expired"]
+    assert registry.take_dropped() == ()
+
+
+def test_what_one_owner_wants_warm_or_pinned_stays_so_for_all() -> None:
+    registry = make(Clock())
+    add(registry, "a", 1, pin=True)
+    assert add(registry, "a", 1).pin
+    add(registry, "b", 2)
+    assert not registry.get("", "b").warm
+    add(registry, "b", 2, warm=True)
+    assert {prefix.prefix_id for prefix in registry.to_keep_warm()} == {"a", "b"}

@@ -1,0 +1,67 @@
+"""Compute prefixes ahead of their use, and keep what is pinned in the cache."""
+
+import asyncio
+import logging
+from dataclasses import replace
+from itertools import count
+
+from stemserve.service.calls.prefix_registry import PrefixRegistry, RegisteredPrefix
+from stemserve.service.calls.scoring import context_job
+from stemserve.service.engine import Engine
+from stemserve.service.errors import EngineFault, NotReady, RequestError
+
+PERIOD_S = 1.0  # how long pages of an expired pin may stay
+REWARM_PRIORITY = -100  # after a restart, callers come first
+PIN_ATTEMPTS = 3  # pages may be evicted between their computation and the pin
+
+_log = logging.getLogger(__name__)
+
+
+class PrefixKeeper:
+    def __init__(self, registry: PrefixRegistry, engine: Engine) -> None:
+        self._registry = registry
+        self._engine = engine
+        self._generation = engine.generation
+        self._numbers = count()
+
+    async def warm(
+        self, prefix: RegisteredPrefix, *, deadline: float | None, priority: int = 0
+    ) -> None:
+        """Compute the prefix, and pin it if it is to be pinned. Raises RequestError."""
+        for _ in range(PIN_ATTEMPTS):
+            request_id = f"warm-{next(self._numbers)}:{prefix.prefix_id}"
+            job = context_job(prefix.tokens, prefix.owner, request_id=request_id, deadline=deadline)
+            await self._engine.score(replace(job, priority=priority))
+            if not prefix.pin:
+                return
+            pinned = await self._engine.pin(prefix.pin_key, prefix.tokens, prefix.owner.salt)
+            if pinned == len(prefix.tokens):
+                return
+        raise EngineFault(f"prefix {prefix.prefix_id!r} is evicted as fast as it is computed")
+
+    async def let_go(self) -> None:
+        """Give the pages of dropped prefixes back."""
+        for prefix in self._registry.take_dropped():
+            try:
+                await self._engine.unpin(prefix.pin_key)
+            except NotReady:  # its pages went with the worker
+                _log.debug("no worker holds prefix %s", prefix.prefix_id)
+
+    async def keep(self) -> None:
+        """Runs until cancelled: expired pins are let go, a new worker is given its prefixes."""
+        while True:
+            await asyncio.sleep(PERIOD_S)
+            await self.let_go()
+            if self._engine.generation != self._generation:
+                self._generation = self._engine.generation
+                await self._rewarm()
+
+    async def _rewarm(self) -> None:
+        prefixes = self._registry.to_keep_warm()
+        for prefix in prefixes:
+            try:
+                await self.warm(prefix, deadline=None, priority=REWARM_PRIORITY)
+            except RequestError as error:
+                _log.warning("prefix %s is not warm: %s", prefix.prefix_id, error)
+        if prefixes:
+            _log.info("%d registered prefixes were computed for the new worker", len(prefixes))

@@ -1,0 +1,73 @@
+"""Pins follow their registrations; a new worker computes what should be warm."""
+
+import asyncio
+from collections.abc import Callable
+
+import pytest
+from tests.service.bigram_engine import BigramEngine, random_bigrams
+from tests.service.serving import BYTE_VOCABULARY, serving
+
+from stemserve.proto.v1 import prefixes_pb2
+from stemserve.service.calls import prefix_keeper
+from stemserve.service.client_errors import ClientError
+from stemserve.service.request import ScoreJob
+
+Register = prefixes_pb2.RegisterRequest
+
+
+def byte_engine() -> BigramEngine:
+    return BigramEngine(random_bigrams(BYTE_VOCABULARY))
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(20):
+        while not condition():
+            await asyncio.sleep(0.01)
+
+
+@pytest.fixture(autouse=True)
+def short_period(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prefix_keeper, "PERIOD_S", 0.01)
+
+
+async def test_a_pinned_prefix_is_computed_held_and_let_go() -> None:
+    async with serving(byte_engine()) as served:
+        prefix = await served.client.register(Register(text="abc", prefix_id="x", pin=True))
+        assert prefix.pinned
+        assert [len(tokens) for tokens in served.engine.pinned.values()] == [3]
+        assert len(served.engine.jobs) == 1
+        await served.client.register(Register(text="abc", prefix_id="x"))
+        await served.client.release_prefix("x")
+        assert served.engine.pinned
+        await served.client.release_prefix("x")
+        assert not served.engine.pinned
+
+
+async def test_an_expired_pin_is_let_go_without_a_call() -> None:
+    async with serving(byte_engine()) as served:
+        await served.client.register(Register(text="abc", pin=True, ttl_seconds=0.2))
+        assert served.engine.pinned
+        await until(lambda: not served.engine.pinned)
+
+
+async def test_a_new_worker_computes_what_should_be_warm() -> None:
+    async with serving(byte_engine()) as served:
+        await served.client.register(Register(text="warm", warm=True))
+        await served.client.register(Register(text="pinned", pin=True))
+        await served.client.register(Register(text="plain"))
+        served.engine.jobs.clear()
+        served.engine.pinned.clear()
+        served.engine.generation += 1
+        await until(lambda: len(served.engine.pinned) == 1)
+        jobs = [job for job in served.engine.jobs if isinstance(job, ScoreJob)]
+        assert sorted(len(job.contexts[0]) for job in jobs) == [4, 6]
+        assert all(job.priority < 0 for job in jobs)
+
+
+async def test_a_prefix_that_is_evicted_as_fast_as_it_is_computed_is_not_pinned() -> None:
+    async with serving(byte_engine()) as served:
+        served.engine.evicted_tokens = 1
+        with pytest.raises(ClientError, match="evicted as fast"):
+            await served.client.register(Register(text="abc", pin=True))
+        assert await served.client.list_prefixes() == ()
+        await until(lambda: not served.engine.pinned)

@@ -78,6 +78,7 @@ class Choice:
 
 _Verdict = tuple[Kernel, Reason]
 
+TIE_S = 2e-6  # of a layer: less is no difference
 TREES = Phase.PREFILL  # whose candidates are trees
 FREE = (Reason.COST_MODEL, Reason.ONLY)  # nobody forced the kernel
 
@@ -115,7 +116,7 @@ class Dispatcher:
             ]
 
     def predict(self, attention_group: AttentionGroup) -> list[Prediction]:
-        """Every strategy of the group's phase, cheapest first, refusals last."""
+        """Every strategy of the group's phase: the one to choose, then by cost; refusals last."""
         return self._predictions(attention_group.phase, attention_group.layout)
 
     def cost(self, choice: Choice, work: Work) -> Cost:
@@ -223,7 +224,14 @@ class Dispatcher:
             for (of_phase, _), strategy in self._strategies.items()
             if of_phase == phase
         ]
-        return sorted(predictions, key=lambda p: (p.refusal is not None, p.seconds))
+        least = min((p.seconds for p in predictions if p.refusal is None), default=0.0)
+
+        def order(p: Prediction) -> tuple[bool, bool, float, float]:
+            # The device's time is what counts where the host runs ahead of it.
+            ties = p.seconds <= least + TIE_S
+            return p.refusal is not None, not ties, ties * p.cost.device_seconds, p.seconds
+
+        return sorted(predictions, key=order)
 
     def _prediction(self, strategy: Strategy, layout: AttentionLayout) -> Prediction:
         refusal = strategy.refusal(layout)

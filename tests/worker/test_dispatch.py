@@ -276,6 +276,17 @@ def test_the_prediction_of_the_choice_is_the_least(real: Dispatcher) -> None:
     assert by_kernel[Kernel.CASCADE].kv_tokens_read == 8000 + 16 * 3
 
 
+def test_of_strategies_that_cost_the_host_alike_the_device_decides() -> None:
+    class HostBound:
+        def strategy_cost(
+            self, phase: Phase, kernel: Kernel, layout: AttentionLayout, work: Work
+        ) -> Cost:
+            return Cost(50e-6, 9e-6) if kernel is Kernel.NAIVE else Cost(51e-6, 4e-6)
+
+    dispatcher = Dispatcher(toys(*naive_and_split()), HostBound(), forced=None)
+    assert summary(dispatcher.choose(two_trees())) == [(Kernel.SPLIT, Reason.COST_MODEL, 2)]
+
+
 def test_the_plan_does_the_work_that_was_priced(real: Dispatcher) -> None:
     (choice,) = real.choose(decode_forest(prefix_pages=20, sequences=3))
     work = choice.strategy.work(choice.group.layout)

@@ -73,7 +73,8 @@ def _store_halves(
     tl.store(place + HALF, second, mask)
 
 
-@triton.jit
+# Parts of uploaded arrays, which start anywhere: no second compilation for that.
+@triton.jit(do_not_specialize_on_alignment=["positions", "slot_indptr", "slots"])
 def heads_kernel(
     qkv: tl.tensor,  # [rows, QUERY_HEADS + 2 * KV_HEADS, 2 * HALF], a row every qkv_stride
     norm: tl.tensor,  # [QUERY_HEADS + KV_HEADS, 2 * HALF]; unread without NORM

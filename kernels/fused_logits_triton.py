@@ -78,7 +78,8 @@ def merge_tiles_kernel(
     tl.store(argmax + row, tl.load(ids + row.to(tl.int64) * tiles + best).to(tl.int64))
 
 
-@triton.jit
+# Parts of one uploaded array, which start anywhere: no second compilation for that.
+@triton.jit(do_not_specialize_on_alignment=["rows", "tokens"])
 def chosen_kernel(
     hidden: tl.tensor,  # [rows, width], a row every stride elements
     weight: tl.tensor,  # [vocab, width] contiguous

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from stemserve.kernels.fused_gate import silu_mul
 from stemserve.kernels.fused_heads import HeadTransform, PageTarget, split_heads
-from stemserve.kernels.fused_logits import chosen_logprobs, has_aligned_rows
+from stemserve.kernels.fused_logits import FEW_ROWS, chosen_logprobs, has_aligned_rows
 from stemserve.kernels.fused_norm import add_rms_norm, rms_norm
 from stemserve.kernels.heads import Heads
 from stemserve.kernels.host_array import index_tensor
@@ -72,6 +72,10 @@ class FusedGather:
 
     def __init__(self, weight: Tensor) -> None:
         self._weight = weight  # [vocab, hidden]
+        # Compiled now, for few and for many rows, and not in the middle of a call.
+        for rows in (1, FEW_ROWS.rows + 1):
+            hidden = weight.new_zeros((rows, weight.shape[1]))
+            self(hidden, np.zeros(1, np.int64), np.zeros(1, np.int64))
 
     def __call__(
         self,

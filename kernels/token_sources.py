@@ -9,13 +9,17 @@ EMPTY = -(1 << 31)  # a token that holds zeros
 
 def runs(starts: Int32, counts: Int32) -> Int32:
     """start .. start + count - 1 of each run, one after the other; arrays of any one shape."""
-    start, count = starts.ravel().astype(np.int64), counts.ravel().astype(np.int64)
-    before = np.cumsum(count) - count
-    return int32(np.repeat(start - before, count) + np.arange(int(count.sum())))
+    start, count = starts.ravel(), counts.ravel()
+    ends = count.cumsum(dtype=np.int32)
+    numbers = np.arange(ends[-1] if len(ends) else 0, dtype=np.int32)
+    numbers += np.repeat(start - ends + count, count).astype(np.int32, copy=False)
+    return numbers
 
 
 def indptr(counts: Int32) -> Int32:  # [n + 1]
-    return int32(np.append(0, np.cumsum(counts, dtype=np.int64)))
+    ends = np.zeros(len(counts) + 1, np.int32)
+    counts.cumsum(out=ends[1:])
+    return ends
 
 
 def row_sources(first_rows: Int32, rows: Int32) -> Int32:

@@ -149,7 +149,8 @@ class Scorer:
 
     def _classify(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
         if not len(hidden):
-            return hidden.new_empty(0, 0), torch.empty(0, dtype=torch.bool, device=self._device)
+            nobody = torch.empty(0, dtype=torch.bool, device=self._device)
+            return hidden.new_empty(0, 0, dtype=torch.float32), nobody
         scores = self._heads.class_scores(hidden)
         return scores, ~scores.isfinite().all(-1)
 

@@ -57,12 +57,14 @@ class InProcessWorker:
     facts: WorkerFacts
 
 
-def start_worker(model: Path, *, kv_pages: int, device: str = "cpu") -> InProcessWorker:
+def start_worker(
+    model: Path, *, kv_pages: int, device: str = "cpu", dtype: str = "float32"
+) -> InProcessWorker:
     options = {
         "--listen": "unix:/unused",
         "--model": model,
         "--device": device,
-        "--dtype": "float32",
+        "--dtype": dtype,
         "--threads": 1,
         "--kv-pages": kv_pages,
         "--cost-table": COST_TABLE,

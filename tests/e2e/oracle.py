@@ -1,6 +1,7 @@
 """What transformers says of one sequence at a time, without a cache."""
 
 from collections.abc import Collection, Sequence
+from copy import deepcopy
 from typing import Any
 
 import numpy as np
@@ -16,6 +17,10 @@ class Oracle:
     def __init__(self, model: Any) -> None:
         self._model = model
         self._known: dict[tuple[int, ...], Float64] = {}
+
+    def in_type(self, dtype: torch.dtype) -> "Oracle":
+        """The same model in another number format, with what that loses."""
+        return Oracle(deepcopy(self._model).to(dtype))
 
     def logits(self, tokens: Sequence[int]) -> Float64:
         """[tokens, vocab] of a model with an LM head, [classes] of one with a classifier."""

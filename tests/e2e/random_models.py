@@ -45,9 +45,12 @@ class MakeRig(Protocol):
 
 
 class RandomModels:
-    def __init__(self, folders: pytest.TempPathFactory, *, device: str = "cpu") -> None:
+    def __init__(
+        self, folders: pytest.TempPathFactory, *, device: str = "cpu", dtype: str = "float32"
+    ) -> None:
         self._folders = folders
         self._device = device
+        self._dtype = dtype
         self._made: dict[tuple[str, int, int, int], RandomModel] = {}
 
     def lm(
@@ -99,5 +102,5 @@ class RandomModels:
     def _serve(self, model: Any, *, kv_pages: int) -> RandomModel:
         folder = self._folders.mktemp("model")
         model.save_pretrained(folder)
-        worker = start_worker(folder, kv_pages=kv_pages, device=self._device)
+        worker = start_worker(folder, kv_pages=kv_pages, device=self._device, dtype=self._dtype)
         return RandomModel(oracle=Oracle(model), worker=worker)

@@ -1,7 +1,10 @@
-"""The engine on a GPU in float32, strategy by strategy, against transformers on the CPU."""
+"""The engine on a GPU against transformers on the CPU: strategies in float32, and halves."""
+
+from itertools import pairwise
 
 import numpy as np
 import pytest
+import torch
 from tests.e2e.generate_cases import assert_samples, generation, prompt_and_tokens
 from tests.e2e.random_models import FAMILIES, VOCAB, MakeRig, RandomModels, random_tokens
 from tests.e2e.score_cases import ScoreCase
@@ -52,3 +55,33 @@ async def test_each_strategy_answers_as_transformers_does(
     if kernel:
         forced = [group for group in rig.groups if group.kernel == kernel]
         assert forced and {group.reason for group in forced} == {"forced"}
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("family", FAMILIES)
+async def test_scores_in_halves_lose_no_more_than_those_of_transformers(
+    tmp_path_factory: pytest.TempPathFactory,
+    make_rig: MakeRig,
+    seed: int,
+    family: str,
+    dtype: str,
+) -> None:
+    rng = np.random.default_rng(seed)
+    model = RandomModels(tmp_path_factory, device="cuda", dtype=dtype).lm(family)
+    lossy = model.oracle.in_type(getattr(torch, dtype))
+    case = ScoreCase(
+        contexts=[random_tokens(rng, 100)], items=[random_tokens(rng, 20) for _ in range(16)]
+    )
+    rig = make_rig(model)
+    ours: list[float] = []
+    theirs: list[float] = []
+    for _ in range(2):  # the second time with a cached context
+        answer = await rig.score(case.request)
+        for item, (start, end) in zip(
+            case.items, pairwise(answer.token_logprob_offsets), strict=True
+        ):
+            exact = model.oracle.token_logprobs(case.contexts[0], item)
+            ours += np.abs(answer.token_logprobs[start:end] - exact).tolist()
+            theirs += np.abs(lossy.token_logprobs(case.contexts[0], item) - exact).tolist()
+    assert np.mean(ours) <= 1.25 * np.mean(theirs)
+    assert np.max(ours) <= 2 * np.max(theirs)

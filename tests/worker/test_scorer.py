@@ -128,3 +128,8 @@ def test_a_step_that_reads_nothing_has_no_rows() -> None:
     scores, heads = read(decode_step(prompt(3).build(), LIMITS), torch.zeros(3, VOCAB))
     assert not heads.rows_at_once
     assert len(scores.gather_logprobs) == len(scores.gather_argmax) == len(scores.draws) == 0
+
+
+def test_results_are_float32_whatever_the_model_is() -> None:
+    scores, _ = read(decode_step(prompt(3).build(), LIMITS), torch.zeros(3, VOCAB).bfloat16())
+    assert scores.class_scores.dtype == scores.gather_logprobs.dtype == torch.float32

@@ -29,15 +29,6 @@ def _power_of_2(least: int) -> int:
     return 1 << (least - 1).bit_length()
 
 
-def merge_block(outputs: int, columns: int, group: int) -> tuple[int, int]:
-    """Heads of a program of the merge, and partial results that it loads at once (H200)."""
-    if columns <= 4 and group <= 8:
-        return group, columns
-    if outputs <= 1024 or group % 2:
-        return 1, min(columns, 40)
-    return 2, 8
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LaunchShape:
     """How a head of some bytes is best read (H200)."""
@@ -112,6 +103,8 @@ class CodecDecode:
             raise ValueError(
                 "tree decode takes its maximum before scaling: scales must be positive"
             )
+        if division.fixed_split and numbers.window:
+            raise ValueError("tree decode has no fixed splits with a sliding window")
         self.shape = shape
         self.device = device
         self.numbers = numbers
@@ -256,10 +249,22 @@ class CodecDecode:
             maxnreg=self.launch.registers,
         )
 
+    def _merge_block(self, rows: int, columns: int) -> tuple[int, int]:
+        """Heads of a program of the merge, and partial results that it loads at once (H200)."""
+        if not self.division.parallel_reduction:
+            return 1, 1
+        if self.division.fixed_split:  # the same for any batch
+            return 1, 8
+        if columns <= 4 and self.shape.group <= 8:
+            return self.shape.group, columns
+        if rows * self.shape.query_heads <= 1024 or self.shape.group % 2:
+            return 1, min(columns, 40)
+        return 2, 8
+
     def _merge(self, plan: DecodePlan, target: AttentionState) -> None:
         tables, shape = plan.tables, self.shape
         columns, rows = tables.capacity.columns, tables.capacity.rows
-        heads, block = merge_block(rows * shape.query_heads, columns, shape.group)
+        heads, block = self._merge_block(rows, columns)
         KERNELS.merge_kernel[(shape.query_heads // heads, rows)](
             plan.partial_out,
             plan.partial_lse,

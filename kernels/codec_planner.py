@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 from stemserve.kernels.c_library import CLibraryError
 from stemserve.kernels.codec_division import Division, PieceCosts
+from stemserve.kernels.codec_fixed_tables import fixed_plan
 from stemserve.kernels.codec_native import NativePlanner
 from stemserve.kernels.codec_pieces import divide
 from stemserve.kernels.codec_streams import tile_streams
@@ -51,6 +52,8 @@ class Planner:
         return last
 
     def _plan(self, layout: AttentionLayout) -> HostTables:
+        if self.division.fixed_split:
+            return fixed_plan(layout, self.group, self.bins, self.division)
         how = (self.group, self.bins, self.window, self.costs, self.division)
         if self._native is None and not self.numpy_plans:
             try:

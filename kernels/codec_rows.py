@@ -90,11 +90,12 @@ def _chains(layout: AttentionLayout, node: Int32) -> Int32:  # [levels, units], 
     return np.take_along_axis(padded, np.minimum(source, len(levels)), 0)
 
 
-def _depth_first(layout: AttentionLayout, units: RowUnits) -> tuple[RowUnits, Int32]:
-    """Put the units below any node together, its own first and the partial ones before these.
+def ordered_units(layout: AttentionLayout) -> tuple[RowUnits, Int32]:
+    """The units below any node together, its own first and the partial ones before these.
 
-    Beside the units their chains, in the same order.
+    Beside the units their chains [levels, units], the root on level 0, -1 below a unit's node.
     """
+    units = row_units(layout)
     nodes = layout.num_nodes
     chains = _chains(layout, units.node)
     below = np.bincount(chains.ravel() + 1, minlength=nodes + 1)[1:]
@@ -112,7 +113,7 @@ def _depth_first(layout: AttentionLayout, units: RowUnits) -> tuple[RowUnits, In
     ]
 
 
-def _node_ranges(chains: Int32) -> tuple[Int32, Int32, Int32]:
+def node_ranges(chains: Int32) -> tuple[Int32, Int32, Int32]:
     """Nodes with units below them, ascending; the first unit of each and the one after."""
     edge = chains[:, 1:] != chains[:, :-1]
     first, last = (np.ones(chains.shape, np.bool_) for _ in range(2))
@@ -126,11 +127,11 @@ def _node_ranges(chains: Int32) -> tuple[Int32, Int32, Int32]:
 
 def row_runs(layout: AttentionLayout) -> RowRuns:
     """Put the rows in depth-first order and list what they see."""
-    units, chains = _depth_first(layout, row_units(layout))
+    units, chains = ordered_units(layout)
     indptr = np.append(np.int32(0), np.cumsum(units.rows, dtype=np.int32))
     place = np.arange(indptr[-1], dtype=np.int32) - np.repeat(indptr[:-1], units.rows)
     step = np.repeat((units.node >= 0) | units.is_item, units.rows)
-    node, low, high = _node_ranges(chains)
+    node, low, high = node_ranges(chains)
     node, low, high = (a[layout.node_tokens[node] > 0] for a in (node, low, high))
     tokens = layout.node_tokens[node]
     pages = -(-tokens // layout.page_size)
@@ -165,7 +166,7 @@ def _joined(runs: RowRuns, parts: list[dict[str, Int32]]) -> RowRuns:
     return RowRuns(rows=runs.rows, visible=runs.visible, **columns)
 
 
-def _counted(count: NDArray[np.integer]) -> tuple[NDArray[np.intp], NDArray[np.integer]]:
+def counted(count: NDArray[np.integer]) -> tuple[NDArray[np.intp], NDArray[np.integer]]:
     """For each of `count` things of every owner, its owner and its number among these."""
     owner = np.repeat(np.arange(len(count)), count)
     return owner, np.arange(len(owner)) - np.repeat(np.cumsum(count) - count, count)
@@ -196,7 +197,7 @@ def _split_partial(
     order = np.argsort(np.concatenate([2 * head, 2 * more + 1]))
     both = {name: np.concatenate([heads[name], rests[name]])[order] for name in heads}
 
-    owner, page = _counted((runs.pages - whole)[of_run])
+    owner, page = counted((runs.pages - whole)[of_run])
     run, page = of_run[owner], page + whole[of_run[owner]]
     first = np.maximum(0, page * size - seen[owner] + 1)  # first row that sees it
     left = layout.node_tokens[runs.node[run]] - page * size
@@ -219,7 +220,7 @@ def _split_partial(
 def _with_own_rows(runs: RowRuns, units: RowUnits, indptr: Int32, size: int) -> RowRuns:
     """Items see their own rows, causally: a run a page of them."""
     unit = np.flatnonzero(units.is_item)
-    owner, page = _counted(-(-units.rows[unit] // size))
+    owner, page = counted(-(-units.rows[unit] // size))
     unit = unit[owner]
     ones = np.ones(len(unit), np.int32)
     own = {

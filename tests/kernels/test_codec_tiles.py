@@ -94,6 +94,19 @@ def check(
 ) -> tuple[TileStreams, Pieces]:
     streams = tile_streams(layout, group, bins, window)
     pieces = divide(streams, group, layout.page_size, bins)
+    check_tables(layout, streams, pieces, group, bins, window)
+    return streams, pieces
+
+
+def check_tables(
+    layout: AttentionLayout,
+    streams: TileStreams,
+    pieces: Pieces,
+    group: int,
+    bins: int,
+    window: int = 0,
+) -> None:
+    """Each row takes in what it sees, once, whichever pieces bring it."""
     table = records(streams, pieces, group, bins, STEP_TOKENS // layout.page_size)
     partial, direct = emulate(streams, table, group, layout.page_size, bins)
     expected = seen_tokens(layout, window)
@@ -111,7 +124,6 @@ def check(
     assert int(np.diff(streams.cuts).max()) * group <= TILE_ROWS
     assert pieces.bin.max(initial=0) < bins
     assert max(partial, default=-1) < pieces.partial_rows or not partial
-    return streams, pieces
 
 
 @pytest.mark.parametrize("bins", [1, 4, 33])

@@ -13,10 +13,12 @@ from tests.kernels.codec_forests import Nodes, chain_slots, layout_of, leaves_of
 
 from stemserve.kernels.attention_state import AttentionState, LayerKV
 from stemserve.kernels.codec_decode import PAGE_SIZES, CodecDecode, DecodeNumbers, DecodePlan
+from stemserve.kernels.codec_division import Division
 from stemserve.kernels.layout import AttentionLayout, HeadShape
 from stemserve.kernels.strategy import Phase
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+DIVISION = Division()
 ERROR = {torch.float32: 1e-6, torch.float16: 1e-3, torch.bfloat16: 6e-3}
 
 
@@ -81,10 +83,12 @@ def check(
     heads: tuple[int, int, int],
     dtype: torch.dtype = torch.float16,
     bins: int = 5,
+    division: Division = DIVISION,
 ) -> None:
     query_heads, kv_heads, dim = heads
     shape = HeadShape(query_heads=query_heads, kv_heads=kv_heads, head_dim=dim, scale=dim**-0.5)
-    decode = CodecDecode(shape, DEVICE, DecodeNumbers(dtype=dtype), bins, phase=Phase.PREFILL)
+    numbers = DecodeNumbers(dtype=dtype)
+    decode = CodecDecode(shape, DEVICE, numbers, bins, phase=Phase.PREFILL, division=division)
     assert decode.refusal(layout) is None
     kv = random_kv(layout, shape, dtype, DEVICE)
     # A row of q is part of a row of the fused projection.
@@ -134,6 +138,34 @@ def test_page_sizes(page: int) -> None:
 def test_the_division_does_not_change_the_result(bins: int) -> None:
     nodes: Nodes = [(-1, 200), *[(0, 30)] * 6]
     check(layout_of(nodes, leaves_of(nodes)), (4, 1, 64), torch.float32, bins)
+
+
+DIVISIONS = [
+    Division(split=False, longest_first=False, parallel_reduction=False),
+    Division(longest_first=False, parallel_reduction=False),
+    Division(parallel_reduction=False, max_splits=2),
+    Division(fixed_split=64),
+    Division(fixed_split=128, longest_first=False, parallel_reduction=False),
+]
+
+
+@pytest.mark.parametrize("division", DIVISIONS, ids=range(len(DIVISIONS)))
+def test_every_division_gives_the_result(division: Division) -> None:
+    nodes: Nodes = [(-1, 208), *[(0, 30)] * 6]
+    segments, items = [*leaves_of(nodes), (0, 3), (0, 20)], [False] * 6 + [True, False]
+    check(layout_of(nodes, segments, items=items), (8, 2, 32), torch.float32, 4, division)
+
+
+def test_impossible_divisions_are_refused() -> None:
+    for tokens in (100, -64):
+        with pytest.raises(ValueError, match="fixed_split"):
+            Division(fixed_split=tokens)
+    with pytest.raises(ValueError, match="max_splits"):
+        Division(max_splits=0)
+    shape = HeadShape(query_heads=4, kv_heads=2, head_dim=64, scale=0.125)
+    windowed = DecodeNumbers(dtype=torch.float16, window=64)
+    with pytest.raises(ValueError, match="sliding window"):
+        CodecDecode(shape, DEVICE, windowed, division=Division(fixed_split=64))
 
 
 def test_wide_nodes_of_several_tiles() -> None:
@@ -233,9 +265,10 @@ def test_scaled_fp8_pages() -> None:
     assert_close(state, expected(layout, q, scaled, shape), 1e-3)
 
 
-def test_a_plan_follows_leaves_that_grow_in_their_last_page() -> None:
+@pytest.mark.parametrize("division", [DIVISION, Division(fixed_split=64)], ids=["even", "fixed"])
+def test_a_plan_follows_leaves_that_grow_in_their_last_page(division: Division) -> None:
     shape = HeadShape(query_heads=4, kv_heads=2, head_dim=64, scale=0.125)
-    decode = CodecDecode(shape, DEVICE, DecodeNumbers(dtype=torch.float16), 4)
+    decode = CodecDecode(shape, DEVICE, DecodeNumbers(dtype=torch.float16), 4, division=division)
     first: Nodes = [(-1, 96), (0, 20), (0, 1), (-1, 33)]
     plan = decode.plan(layout_of(first, leaves_of(first)))
     for longer in ([(-1, 96), (0, 21), (0, 2), (-1, 34)], [(-1, 96), (0, 32), (0, 16), (-1, 40)]):
@@ -247,6 +280,10 @@ def test_a_plan_follows_leaves_that_grow_in_their_last_page() -> None:
         assert_close(state, expected(layout, q, kv, shape), 1e-3)
     new_page = layout_of([(-1, 96), (0, 33), (0, 16), (-1, 40)], leaves_of(first))
     assert not decode.grow(plan, new_page)
+    with_item = layout_of(
+        [(-1, 96), (0, 32), (0, 16), (-1, 40)], leaves_of(first), items=[True] * 3
+    )
+    assert not decode.grow(plan, with_item)
 
 
 def test_another_layout_takes_over_a_plan() -> None:

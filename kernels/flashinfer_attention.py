@@ -125,11 +125,13 @@ class FlashInferAttention(ABC):
         if not tables.batch.kv_tokens.any():
             return Work(parts=())
         rows, kv_tokens = self.blocks(layout, tables)
+        shared = tables.batch.items is not None  # tiles of a request read the same tokens
         part = Part(
             engine=self.engine(tables, backend),
             rows=rows,
             kv_tokens=kv_tokens,
-            causal=tables.batch.causal and tables.batch.items is None,
+            causal=tables.batch.causal and not shared,
+            tokens_once=int(tables.batch.kv_tokens.sum()) if shared else None,
         )
         if tables.sources is None:
             return Work(parts=(part,))

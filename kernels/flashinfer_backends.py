@@ -13,7 +13,8 @@ from stemserve.kernels.layout import HeadShape
 
 log = logging.getLogger(__name__)
 
-HEAD_DIMS = (64, 128, 256)  # that both backends have
+HEAD_DIMS = (64, 128, 256)
+FA3_HEAD_DIMS = (128,)  # it has 64 and 256 too, which were not compared with the oracle
 DTYPES = (torch.float16, torch.bfloat16)
 
 
@@ -70,7 +71,8 @@ def load_backends(
     if reason is not None:
         raise FlashInferUnavailable(reason)
     hopper = torch.cuda.get_device_capability(device)[0] == 9
-    names = [name for name in wanted if hopper or name is not Backend.FA3]
+    fa3 = hopper and shape.head_dim in FA3_HEAD_DIMS
+    names = [name for name in wanted if fa3 or name is not Backend.FA3]
     try:
         return {name: _load(name, shape.head_dim, dtype) for name in names}
     except (ImportError, OSError, RuntimeError) as error:

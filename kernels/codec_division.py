@@ -1,9 +1,9 @@
 """How the work of tree decode is divided among CTAs, and what its parts cost."""
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 from stemserve.kernels.codec_tiles import STEP_TOKENS
+from stemserve.kernels.engine_cost import BlockEngine, Engine, TileEngine
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,12 +39,22 @@ class PieceCosts:
     slack: int = 45  # by which a CTA may exceed the mean with the costs of further pieces
 
     @classmethod
-    def of_profile(cls, seconds: Callable[[int, int], float], rows: int) -> "PieceCosts":
-        """From C_est, the seconds of a piece of some rows and tokens."""
-        short, long = 1024, 8192
-        token_seconds = (seconds(rows, long) - seconds(rows, short)) / (long - short)
-        if token_seconds <= 0:
-            return cls()
-        start = seconds(rows, short) / token_seconds - short
+    def of_engine(cls, engine: Engine | None) -> "PieceCosts":
+        """From C_est of the tree kernel as measured; None: it was not."""
+        match engine:
+            case TileEngine():
+                start = engine.tile_tokens
+            case BlockEngine():
+                start = _start_tokens(engine)
+            case None:
+                return cls()
         piece = round(min(max(start, STEP_TOKENS / 2), 8 * STEP_TOKENS))
         return cls(piece=piece, merge=piece, slack=round(0.35 * piece))
+
+
+def _start_tokens(engine: BlockEngine) -> float:
+    """What a block costs where its tokens are few, in tokens of where they are many."""
+    rows, short, long = engine.rows[-1], 1024, 8192
+    few, many = (float(engine.block_seconds(rows, tokens)) for tokens in (short, long))
+    token_seconds = max(1e-12, (many - few) / (long - short))
+    return few / token_seconds - short

@@ -8,8 +8,9 @@ import torch
 
 from stemserve.kernels.cascade import CascadeAttention
 from stemserve.kernels.codec import CodecAttention
+from stemserve.kernels.codec_division import PieceCosts
 from stemserve.kernels.codec_plan import CodecLimits
-from stemserve.kernels.cost_model import Costs
+from stemserve.kernels.cost_model import Costs, CostTable
 from stemserve.kernels.custom_mask import CustomMaskAttention
 from stemserve.kernels.layout import HeadShape
 from stemserve.kernels.multi_item import MultiItemAttention
@@ -54,7 +55,7 @@ def strategy_set(
     One task is the case of a CPU, where each call is spread over all threads.
     """
     flashinfer, lacking = _flashinfer(shape, device, dtype, costs)
-    task_limits = limits or CodecLimits(workers=1)
+    torch_codec = CodecAttention(shape, device, costs, limits or CodecLimits(workers=1))
     available: Sequence[Strategy] = (
         NaiveAttention(shape, device),
         SplitAttention(shape, device),
@@ -64,7 +65,7 @@ def strategy_set(
         CustomMaskAttention(shape, device),
         PagedAttention(shape, device),
         CascadeAttention(shape, device, Phase.DECODE),
-        *(_codec(shape, device, dtype) or [CodecAttention(shape, device, costs, task_limits)]),
+        *(_codec(shape, device, dtype, costs) or [torch_codec]),
         *flashinfer,
         *_dense(shape, device, dtype),
     )
@@ -99,11 +100,15 @@ def _dense(shape: HeadShape, device: torch.device, dtype: torch.dtype) -> Sequen
     return dense_strategies(shape, device, dtype)
 
 
-def _codec(shape: HeadShape, device: torch.device, dtype: torch.dtype) -> Sequence[Strategy]:
+def _codec(
+    shape: HeadShape, device: torch.device, dtype: torch.dtype, costs: Costs
+) -> Sequence[Strategy]:
     """The tree kernel in Triton; nothing on a CPU, where Triton need not be installed."""
     if device.type != "cuda":
         return ()
     from stemserve.kernels.codec_decode import CodecDecode, DecodeNumbers
 
     numbers = DecodeNumbers(dtype=dtype)
-    return [CodecDecode(shape, device, numbers, phase=phase) for phase in Phase]
+    measured = costs.engines.get("tree") if isinstance(costs, CostTable) else None
+    pieces = PieceCosts.of_engine(measured)
+    return [CodecDecode(shape, device, numbers, phase=phase, costs=pieces) for phase in Phase]

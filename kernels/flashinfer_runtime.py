@@ -8,7 +8,7 @@ import torch
 from stemserve.kernels.flashinfer_backends import Backend, load_backends
 from stemserve.kernels.flashinfer_costs import StrategyCosts, TileCosts
 from stemserve.kernels.flashinfer_prefill import Prefill
-from stemserve.kernels.flashinfer_workspace import Workspace
+from stemserve.kernels.flashinfer_workspace import Workspace, partial_bytes
 from stemserve.kernels.layout import HeadShape
 from stemserve.kernels.page_gather import TokenScratch
 
@@ -41,10 +41,11 @@ def flashinfer_runtime(
     token_bytes = 2 * shape.kv_heads * shape.head_dim * dtype.itemsize
     cuda: Any = torch.cuda
     processors: int = cuda.get_device_properties(device).multi_processor_count
+    workspace = Workspace(device, partial_bytes(shape, processors))
     return FlashInferRuntime(
         shape=shape,
         device=device,
-        prefill=Prefill(shape, loaded, Workspace(device)),
+        prefill=Prefill(shape, loaded, workspace),
         scratch=TokenScratch(shape, device, dtype, max_tokens=SCRATCH_BYTES // token_bytes),
         costs=costs or TileCosts(shape, processors),
         backends=tuple(loaded),

@@ -6,8 +6,19 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-PARTIAL_BYTES = 128 << 20  # partial results of divided requests; kernels of a stream follow
+from stemserve.kernels.layout import HeadShape
+
 PLAN_BYTES = 8 << 20  # work lists of one plan
+
+
+def partial_bytes(shape: HeadShape, processors: int) -> int:
+    """Of the partial results of divided requests, float32 with their log-sum-exp.
+
+    fa2 divides tokens only where all tiles run at once: two a multiprocessor, of at most 128 rows x
+    heads of a group, and it keeps as many rows of every head of the group as a tile has.
+    """
+    largest_tile = 128
+    return 2 * processors * shape.group * largest_tile * (shape.head_dim + 1) * 4 + (1 << 20)
 
 
 @dataclass(slots=True)
@@ -34,10 +45,10 @@ class Workspace:
     copied it, since the host would write into a copy that is still to come.
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, partial_bytes: int) -> None:
         self._device = device
         self._free: list[PlanSpace] = []
-        self.partial = torch.empty(PARTIAL_BYTES, dtype=torch.uint8, device=device)
+        self.partial = torch.empty(partial_bytes, dtype=torch.uint8, device=device)
 
     def space(self, owner: object) -> PlanSpace:
         """A space that is free again when nobody holds `owner` any more."""
@@ -47,7 +58,7 @@ class Workspace:
                 break
         else:
             space = self._new_space()
-        weakref.finalize(owner, self._free.append, space)
+        weakref.finalize(owner, self._free.append, space).atexit = False
         return space
 
     def _new_space(self) -> PlanSpace:

@@ -197,6 +197,20 @@ def test_plans_of_several_steps_live_side_by_side(name: str, backend: Backend) -
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("group", [1, 2, 8, 16])
+def test_partial_results_of_the_most_divided_requests_fit(group: int) -> None:
+    shape = head_shape(4 * group, 4, 128)
+    known = strategy("ragged", shape, torch.float16, Backend.FA2)
+    for tiles in (1, 8, 33, 66, 67):  # of 128 rows x heads; 66 of 4 KV heads fill an H200
+        rows = tiles * 128 // group
+        layout = make_layout([Node(tokens=8192)], [Segment(rows=rows)])
+        inputs = random_inputs(layout, shape, 1, torch.float16)
+        kv = LayerKV(*(tensor.to(CUDA) for tensor in inputs.kv))
+        state = known.run(known.plan(layout), inputs.q.to(CUDA), kv)
+        assert state.out.isfinite().all() and state.lse.isfinite().all()
+
+
+@pytest.mark.gpu
 def test_a_callers_mask_hides_what_it_says() -> None:
     shape, layout = SHAPES[0], make_layout([Node(tokens=20)], [Segment(rows=6, is_item=True)])
     known = strategy("custom_mask", shape, torch.float16, Backend.FA2)

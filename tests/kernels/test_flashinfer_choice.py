@@ -36,7 +36,7 @@ def runtime(costs: StrategyCosts | None = None, max_tokens: int = 1 << 18) -> Fl
     return FlashInferRuntime(
         shape=SHAPE,
         device=CPU,
-        prefill=Prefill(SHAPE, {}, Workspace(CPU)),
+        prefill=Prefill(SHAPE, {}, Workspace(CPU, 1024)),
         scratch=TokenScratch(SHAPE, CPU, torch.float16, max_tokens=max_tokens),
         costs=costs or TileCosts(SHAPE, 132),
         backends=tuple(Backend),

@@ -13,6 +13,9 @@ from stemserve.kernels.strategy import Part
 
 Float64 = NDArray[np.float64]
 
+SPLIT_TOKENS = 128  # of a tile, that are not divided further
+EVEN = 1.05  # the longest tile over their mean, up to which tiles take whole waves
+
 
 class CostTableError(ValueError):
     """A cost table is not one that this version reads."""
@@ -97,9 +100,10 @@ class BlockEngine:
 class TileEngine:
     """An engine whose blocks are cut into tiles of rows that run on the slots of a device at once.
 
-    The time of a tile is `(kv_tokens + tile_tokens) * token_seconds`. Tiles of equal length take
-    whole waves; others end half a tile apart. Nothing ends before its longest tile, except where
-    the engine divides that too.
+    The time of a tile is `(kv_tokens + tile_tokens) * token_seconds`; that q is read and the result
+    written, by all slots together, adds `row_seconds` a row. Tiles of equal length take
+    whole waves; others end a share of a tile apart. Nothing ends before its longest tile, except
+    where the engine divides the tokens of tiles that are fewer than its slots.
     """
 
     host_seconds: float  # of the host, to launch
@@ -108,39 +112,43 @@ class TileEngine:
     lanes: int  # tiles for each of these: query heads, or KV heads where a group shares a tile
     slots: int  # tiles that run at once
     splits: bool  # the tokens of a tile are divided over slots that would be idle
+    tail: float = 0.5  # of a mean tile: how far apart slots end
     tile_tokens: float  # what a tile costs beside its tokens, as so many of them
     token_seconds: float
+    row_seconds: float = 0.0
 
     def __post_init__(self) -> None:
         if min(self.tile_rows, self.lanes, self.slots) < 1:
             raise CostTableError(f"tile_rows, lanes and slots must be at least 1: {self}")
-        if min(self.host_seconds, self.launch_seconds, self.tile_tokens) < 0:
+        if min(self.host_seconds, self.launch_seconds, self.tile_tokens, self.row_seconds) < 0:
             raise CostTableError(f"times of an engine must not be negative: {self}")
         require_positive([self.token_seconds])
 
     def cost(self, part: Part) -> Cost:
-        device = self.launch_seconds * part.launches + self.token_seconds * self.path_tokens(part)
-        return Cost(self.host_seconds * part.launches, device)
+        device = self.token_seconds * self.path_tokens(part)
+        device += self.row_seconds * int(part.rows.sum(dtype=np.int64))
+        return Cost(self.host_seconds * part.launches, device + self.launch_seconds * part.launches)
 
     def path_tokens(self, part: Part) -> float:
         """Tokens that the busiest slot works through, what tiles cost beside them included."""
-        if len(part.rows) == 1:
-            tiles, tokens, longest = self._one(part)
-        else:
-            tiles, tokens, longest = self._many(part)
+        tokens, tiles = self.path(part)
+        return tokens + tiles * self.tile_tokens
+
+    def path(self, part: Part) -> tuple[float, float]:
+        """Tokens, and tiles, that the busiest slot works through."""
+        tiles, tokens, longest = self._one(part) if len(part.rows) == 1 else self._many(part)
         number = tiles * self.lanes
         if not number:
-            return 0.0
-        total = tokens * self.lanes + number * self.tile_tokens
-        busy = total / self.slots
-        longest += self.tile_tokens
-        if self.splits:
-            return max(busy, total / number / self.slots)
-        mean = total / number
-        waves = number / self.slots
-        even = longest <= 1.05 * mean
-        tail = (math.ceil(waves) - waves) * mean if even else mean / 2
-        return max(longest, busy + tail)
+            return 0.0, 0.0
+        if self.splits and number < self.slots:
+            return max(tokens * self.lanes / self.slots, min(longest, SPLIT_TOKENS)), 1.0
+        mean, waves = tokens / tiles, number / self.slots
+        if longest + self.tile_tokens <= EVEN * (mean + self.tile_tokens):
+            return math.ceil(waves) * mean, float(math.ceil(waves))
+        waves += self.tail
+        if longest + self.tile_tokens > waves * (mean + self.tile_tokens):
+            return longest, 1.0
+        return waves * mean, waves
 
     def _one(self, part: Part) -> tuple[int, float, float]:
         """Tiles of a lane, the tokens that they read, and the most that one reads."""
@@ -170,8 +178,10 @@ class TileEngine:
             lanes=self.lanes,
             slots=self.slots,
             splits=self.splits,
+            tail=self.tail,
             tile_tokens=self.tile_tokens,
             token_seconds=self.token_seconds * ratio,
+            row_seconds=self.row_seconds * ratio,
         )
 
 

@@ -12,7 +12,9 @@ from stemserve.kernels.strategy import TORCH, Kernel, Phase, Work
 
 SWEEPS = 2
 TILE_ROWS = (16, 32, 64, 128, 192)  # of one head, or of the query heads of a KV head together
-TILE_TOKENS = (16.0, 64.0, 128.0, 256.0, 512.0)
+TAILS = (0.0, 0.12, 0.25, 0.5, 1.0)
+FIRST_TILE_TOKENS = 256.0
+RIDGE = 1e-9  # where two columns are one
 LEAST_SECONDS = 1e-13  # of a token, where no time depends on the engine
 
 
@@ -39,7 +41,7 @@ def default_engine(query_heads: int, head_dim: int, processors: int) -> TileEngi
         lanes=query_heads,
         slots=processors,
         splits=True,
-        tile_tokens=TILE_TOKENS[1],
+        tile_tokens=FIRST_TILE_TOKENS,
         token_seconds=64 * 4 * head_dim * processors / 500e12,
     )
 
@@ -55,7 +57,9 @@ def fit_engines(
 
 
 class _Fit:
-    """Seconds = launches * launch_seconds + paths * token_seconds, each summed over the engines."""
+    """Seconds = launches * launch_seconds + rows * row_seconds + (tokens + tiles * tile_tokens) *
+    token_seconds, summed over the engines; tokens and tiles are those of the busiest slot.
+    """
 
     def __init__(self, measured: Sequence[Measurement], start: TileEngine) -> None:
         names = sorted({part.engine for m in measured for part in m.work.parts} - {TORCH})
@@ -63,6 +67,7 @@ class _Fit:
         self._measured = measured
         self._seconds = np.array([m.cost.device_seconds for m in measured])
         self._launches = np.array([[_launches(m.work, name) for name in names] for m in measured])
+        self._rows = np.array([[_rows(m.work, name) for name in names] for m in measured])
         self._paths = {name: self._path(name, start) for name in names}
 
     def improve(self, name: str, candidates: Iterator[TileEngine]) -> None:
@@ -79,28 +84,31 @@ class _Fit:
             self._launches, np.array([m.cost.host_seconds for m in self._measured])
         )
         times = relative_fit(self._columns(self._paths), self._seconds)
-        count = len(self.engines)
+        launch, rows, tokens, tiles = np.split(times, 4)
         return {
             name: replace(
                 engine,
                 host_seconds=float(hosts[i]),
-                launch_seconds=float(times[i]),
-                token_seconds=max(LEAST_SECONDS, float(times[count + i])),
+                launch_seconds=float(launch[i]),
+                token_seconds=(token_s := max(LEAST_SECONDS, float(tokens[i]))),
+                tile_tokens=float(tiles[i]) / token_s,
+                row_seconds=float(rows[i]),
             )
             for i, (name, engine) in enumerate(self.engines.items())
         }
 
-    def _path(self, name: str, engine: TileEngine) -> Float64:
+    def _path(self, name: str, engine: TileEngine) -> Float64:  # [measured, tokens and tiles]
         return np.array(
             [
-                sum(engine.path_tokens(part) for part in m.work.parts if part.engine == name)
+                np.sum([engine.path(p) for p in m.work.parts if p.engine == name] or [(0, 0)], 0)
                 for m in self._measured
             ],
             np.float64,
         )
 
     def _columns(self, paths: dict[str, Float64]) -> Float64:
-        return np.column_stack([self._launches, *paths.values()])
+        both = np.stack(list(paths.values()), axis=-1)  # [measured, tokens and tiles, engines]
+        return np.column_stack([self._launches, self._rows, both[:, 0], both[:, 1]])
 
     def _error(self, paths: dict[str, Float64]) -> float:
         columns = self._columns(paths)
@@ -110,8 +118,8 @@ class _Fit:
 
 def _candidates(engine: TileEngine, heads: Heads) -> Iterator[TileEngine]:
     query_heads, kv_heads, _ = heads
-    for rows, splits, tokens in product(TILE_ROWS, (False, True), TILE_TOKENS):
-        alike = replace(engine, splits=splits, tile_tokens=tokens)
+    for rows, splits, tail in product(TILE_ROWS, (False, True), TAILS):
+        alike = replace(engine, splits=splits, tail=tail)
         yield replace(alike, tile_rows=rows, lanes=query_heads)
         yield replace(alike, tile_rows=max(1, rows * kv_heads // query_heads), lanes=kv_heads)
 
@@ -119,24 +127,24 @@ def _candidates(engine: TileEngine, heads: Heads) -> Iterator[TileEngine]:
 def relative_fit(columns: Float64, seconds: Float64) -> Float64:  # [columns]
     """Least squares of the relative errors; no coefficient is negative."""
     scaled = columns / seconds[:, None]
-    size = np.maximum(np.abs(scaled).max(axis=0), 1e-30)
-    used = np.flatnonzero(np.abs(columns).max(axis=0) > 0)
-    fitted = np.zeros(columns.shape[1])
-    while len(used):
-        found = _least_squares(scaled[:, used] / size[used])
+    size = np.sqrt((scaled**2).sum(axis=0))
+    used = np.flatnonzero(size > 0)
+    scaled = scaled[:, used] / size[used]
+    products, sums = scaled.T @ scaled + RIDGE * np.eye(len(used)), scaled.sum(axis=0)
+    fitted, kept = np.zeros(columns.shape[1]), np.arange(len(used))
+    solver: Any = np.linalg  # partly untyped
+    while len(kept):
+        found: Float64 = solver.solve(products[np.ix_(kept, kept)], sums[kept])
         if (found >= 0).all():
-            fitted[used] = found / size[used]
+            fitted[used[kept]] = found / size[used[kept]]
             break
-        used = np.delete(used, int(found.argmin()))
+        kept = np.delete(kept, int(found.argmin()))
     return fitted
-
-
-def _least_squares(columns: Float64) -> Float64:
-    """Coefficients with which the columns add up to ones."""
-    solved: Any = np.linalg.lstsq(columns, np.ones(len(columns)), rcond=None)  # partly untyped
-    found: Float64 = solved[0]
-    return found
 
 
 def _launches(work: Work, name: str) -> int:
     return sum(part.launches for part in work.parts if part.engine == name)
+
+
+def _rows(work: Work, name: str) -> int:
+    return sum(int(p.rows.sum(dtype=np.int64)) for p in work.parts if p.engine == name)

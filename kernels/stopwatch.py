@@ -15,9 +15,10 @@ from stemserve.kernels.layout import HeadShape
 from stemserve.kernels.strategy import Strategy
 
 LAYERS = 2  # whose keys and values take turns, as in a model
-MOST_REPEATS = 20
+MOST_REPEATS = 12
 LEAST_REPEATS = 3
-POINT_SECONDS = 0.003  # that the repeats of a measurement take at most, if they are enough
+POINT_SECONDS = 0.002  # that the repeats of a measurement take at most, if they are enough
+LONGEST_LAUNCH_S = 250e-6  # the first run of a plan may take far longer
 SLEEP_CYCLES_A_SECOND = 2_000_000_000  # at the highest clock of today's GPUs
 
 # cuda.Event and _sleep are partly untyped.
@@ -81,7 +82,8 @@ class StrategyBench:
         repeats = int(np.clip(POINT_SECONDS / whole_s, LEAST_REPEATS, MOST_REPEATS))
         first, last = CUDA.Event(enable_timing=True), CUDA.Event(enable_timing=True)
         # The device sleeps until all is issued: it then shows its own time, the host its own.
-        CUDA._sleep(int((100e-6 + 1.5 * repeats * host_s) * SLEEP_CYCLES_A_SECOND))
+        asleep_s = repeats * min(1.5 * host_s, LONGEST_LAUNCH_S)
+        CUDA._sleep(int(asleep_s * SLEEP_CYCLES_A_SECOND))
         first.record()
         started = time.perf_counter()
         for number in range(repeats):

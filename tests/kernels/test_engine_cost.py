@@ -49,7 +49,22 @@ def test_nothing_ends_before_its_longest_tile() -> None:
 
 def test_an_engine_that_splits_spreads_a_tile_over_all_slots() -> None:
     splitting = replace(ENGINE, splits=True)
-    assert splitting.path_tokens(blocks((1, 5000))) == pytest.approx(2 * 5016 / 8)
+    assert splitting.path_tokens(blocks((1, 5000))) == pytest.approx(2 * 5000 / 8 + 16)
+    assert splitting.path_tokens(blocks((1, 100))) == 116  # not worth dividing
+    assert splitting.path_tokens(blocks(*[(1, 100)] * 5)) == 2 * 116
+
+
+def test_slots_end_a_share_of_a_tile_apart() -> None:
+    uneven = blocks(*[(1, 1000), (1, 500)] * 8)
+    even_share = 32 / 8 * (750 + 16)
+    assert ENGINE.path_tokens(uneven) == pytest.approx(even_share + 766 / 2)
+    assert replace(ENGINE, tail=0.0).path_tokens(uneven) == pytest.approx(even_share)
+
+
+def test_rows_are_read_and_written() -> None:
+    part = blocks((100, 50), (28, 50))
+    more = replace(ENGINE, row_seconds=1e-9).cost(part)
+    assert more.device_seconds == pytest.approx(ENGINE.cost(part).device_seconds + 128e-9)
 
 
 @pytest.mark.parametrize("seed", range(5))

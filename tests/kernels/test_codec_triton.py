@@ -9,94 +9,20 @@ import torch
 
 pytest.importorskip("triton")
 
-from tests.kernels.codec_forests import Nodes, chain_slots, layout_of, leaves_of, random_kv
+from tests.kernels.codec_checks import (
+    DEVICE,
+    DIVISION,
+    assert_close,
+    check,
+    expected,
+    run_poisoned,
+)
+from tests.kernels.codec_forests import Nodes, layout_of, leaves_of, random_kv
 
-from stemserve.kernels.attention_state import AttentionState, LayerKV
-from stemserve.kernels.codec_decode import PAGE_SIZES, CodecDecode, DecodeNumbers, DecodePlan
+from stemserve.kernels.codec_decode import PAGE_SIZES, CodecDecode, DecodeNumbers
 from stemserve.kernels.codec_division import Division
-from stemserve.kernels.layout import AttentionLayout, HeadShape
+from stemserve.kernels.layout import HeadShape
 from stemserve.kernels.strategy import Phase
-
-DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-DIVISION = Division()
-ERROR = {torch.float32: 1e-6, torch.float16: 1e-3, torch.bfloat16: 6e-3}
-
-
-def expected(
-    layout: AttentionLayout,
-    q: torch.Tensor,
-    kv: LayerKV,
-    shape: HeadShape,
-    cap: float = 0.0,
-    window: int = 0,
-) -> AttentionState:
-    """Each row by itself, in float64."""
-    outs: list[torch.Tensor] = []
-    lses: list[torch.Tensor] = []
-    for segment in range(layout.num_segments):
-        slots = chain_slots(layout, segment, DEVICE)
-        begin, end = (int(i) for i in layout.segment_indptr[segment : segment + 2])
-        own = slice(begin, end if layout.segment_is_item[segment] else begin)
-        keys, values = (
-            torch.cat([pages.flatten(0, 1)[slots].double(), rows[own].double()]).transpose(0, 1)
-            for pages, rows in ((kv.k_pages, kv.k_rows), (kv.v_pages, kv.v_rows))
-        )
-        for row in range(begin, end):
-            seen = max(0, keys.shape[1] - (end - 1 - row))
-            rows = q[row].double().view(shape.kv_heads, shape.group, shape.head_dim)
-            visible = slice(max(0, seen - window) if window else 0, seen)
-            scores = rows @ keys[:, visible].transpose(1, 2) * shape.scale
-            scores = cap * torch.tanh(scores / cap) if cap else scores
-            lses.append(scores.logsumexp(-1).flatten())
-            weights = scores.softmax(-1) if seen else scores
-            outs.append((weights @ values[:, visible]).flatten(0, 1))
-    return AttentionState(torch.stack(outs).cpu(), torch.stack(lses).cpu())
-
-
-def poison(plan: DecodePlan) -> None:
-    plan.partial_out.fill_(torch.nan)
-    plan.partial_lse.fill_(torch.nan)
-
-
-def run_poisoned(
-    decode: CodecDecode, plan: DecodePlan, q: torch.Tensor, kv: LayerKV
-) -> AttentionState:
-    poison(plan)
-    out = torch.full_like(q, torch.nan)
-    lse = torch.full(q.shape[:2], torch.nan, device=q.device)
-    decode.run_into(plan, q, kv, AttentionState(out, lse))
-    return AttentionState(out, lse)
-
-
-def assert_close(state: AttentionState, reference: AttentionState, limit: float) -> None:
-    assert not state.out.isnan().any()
-    out, lse = state.out.cpu().double(), state.lse.cpu().double()
-    error = (out - reference.out).square().sum().sqrt()
-    assert error <= limit * reference.out.square().sum().sqrt() + 1e-30
-    seen = ~reference.lse.isneginf()
-    assert torch.equal(lse.isneginf(), ~seen)
-    assert (lse[seen] - reference.lse[seen]).abs().max().item() < 20 * limit if seen.any() else True
-
-
-def check(
-    layout: AttentionLayout,
-    heads: tuple[int, int, int],
-    dtype: torch.dtype = torch.float16,
-    bins: int = 5,
-    division: Division = DIVISION,
-) -> None:
-    query_heads, kv_heads, dim = heads
-    shape = HeadShape(query_heads=query_heads, kv_heads=kv_heads, head_dim=dim, scale=dim**-0.5)
-    numbers = DecodeNumbers(dtype=dtype)
-    decode = CodecDecode(shape, DEVICE, numbers, bins, phase=Phase.PREFILL, division=division)
-    assert decode.refusal(layout) is None
-    kv = random_kv(layout, shape, dtype, DEVICE)
-    # A row of q is part of a row of the fused projection.
-    fused = torch.randn((layout.num_rows, query_heads + 2 * kv_heads, dim)).to(dtype).to(DEVICE)
-    q = fused[:, :query_heads]
-    state = run_poisoned(decode, decode.plan(layout), q, kv)
-    assert_close(state, expected(layout, q, kv, shape), ERROR[dtype])
-
 
 TREES: dict[str, Nodes] = {
     "one token": [(-1, 1)],
@@ -140,34 +66,6 @@ def test_the_division_does_not_change_the_result(bins: int) -> None:
     check(layout_of(nodes, leaves_of(nodes)), (4, 1, 64), torch.float32, bins)
 
 
-DIVISIONS = [
-    Division(split=False, longest_first=False, parallel_reduction=False),
-    Division(longest_first=False, parallel_reduction=False),
-    Division(parallel_reduction=False, max_splits=2),
-    Division(fixed_split=64),
-    Division(fixed_split=128, longest_first=False, parallel_reduction=False),
-]
-
-
-@pytest.mark.parametrize("division", DIVISIONS, ids=range(len(DIVISIONS)))
-def test_every_division_gives_the_result(division: Division) -> None:
-    nodes: Nodes = [(-1, 208), *[(0, 30)] * 6]
-    segments, items = [*leaves_of(nodes), (0, 3), (0, 20)], [False] * 6 + [True, False]
-    check(layout_of(nodes, segments, items=items), (8, 2, 32), torch.float32, 4, division)
-
-
-def test_impossible_divisions_are_refused() -> None:
-    for tokens in (100, -64):
-        with pytest.raises(ValueError, match="fixed_split"):
-            Division(fixed_split=tokens)
-    with pytest.raises(ValueError, match="max_splits"):
-        Division(max_splits=0)
-    shape = HeadShape(query_heads=4, kv_heads=2, head_dim=64, scale=0.125)
-    windowed = DecodeNumbers(dtype=torch.float16, window=64)
-    with pytest.raises(ValueError, match="sliding window"):
-        CodecDecode(shape, DEVICE, windowed, division=Division(fixed_split=64))
-
-
 def test_wide_nodes_of_several_tiles() -> None:
     nodes: Nodes = [(-1, 256), *[(0, 2)] * 20]
     check(layout_of(nodes, leaves_of(nodes)), (8, 1, 32), torch.float16, 12)
@@ -195,36 +93,6 @@ def test_rows_without_a_token_give_zero_and_minus_infinity() -> None:
 def test_segments_in_any_order_and_twice() -> None:
     nodes: Nodes = [(-1, 32), (0, 17), (0, 5), (-1, 16), (3, 9)]
     check(layout_of(nodes, [(4, 1), (2, 1), (1, 1), (4, 1), (0, 1), (2, 1)]), (8, 2, 64))
-
-
-def test_several_rows_a_segment_are_causal() -> None:
-    nodes: Nodes = [(-1, 48), (0, 20), (0, 5), (-1, 37)]
-    check(layout_of(nodes, [(1, 18), (2, 5), (3, 1)]), (8, 2, 64))
-
-
-ITEMS: dict[str, tuple[Nodes, list[tuple[int, int, bool]]]] = {
-    "short items over a prefix": ([(-1, 70)], [(0, n, True) for n in (1, 4, 4, 3, 4)]),
-    "the prefix computed in the same step": ([(-1, 70)], [(0, 70, False), (0, 4, True)]),
-    "long items": ([(-1, 48)], [(0, 70, True), (0, 33, True)]),
-    "items under no prefix": ([], [(-1, 5, True), (-1, 20, True)]),
-    "a chunk over several nodes": (
-        [(-1, 32), (0, 16), (1, 9)],
-        [(2, 45, False), (1, 7, True), (0, 3, True), (1, 1, False), (2, 2, True)],
-    ),
-    "items beside decoding": ([(-1, 64), (0, 3)], [(1, 1, False), (0, 0, True), (0, 9, True)]),
-}
-
-
-@pytest.mark.parametrize("name", ITEMS)
-def test_items_see_their_chain_and_their_own_rows(name: str) -> None:
-    nodes, segments = ITEMS[name]
-    layout = layout_of(nodes, [s[:2] for s in segments], items=[s[2] for s in segments])
-    check(layout, (8, 2, 64))
-
-
-@pytest.mark.parametrize("page", PAGE_SIZES)
-def test_items_with_other_page_sizes_and_groups(page: int) -> None:
-    check(layout_of([(-1, 70)], [(0, 40), (0, 9)], page, items=[True] * 2), (5, 1, 80), bins=3)
 
 
 def test_a_soft_cap_bounds_the_scores() -> None:
@@ -311,18 +179,6 @@ def test_refusals_name_the_reason() -> None:
     assert "not 5" in str(decode.refusal(several))
     assert "item segments" in str(decode.refusal(item))
     assert prefill.refusal(several) is None and prefill.refusal(item) is None
-
-
-def test_rows_of_another_number_format_than_the_pages_are_refused() -> None:
-    shape = HeadShape(query_heads=4, kv_heads=2, head_dim=64, scale=0.125)
-    numbers = DecodeNumbers(dtype=torch.float16)
-    decode = CodecDecode(shape, DEVICE, numbers, 4, phase=Phase.PREFILL)
-    layout = layout_of([(-1, 64)], [(0, 3)], items=[True])
-    kv = random_kv(layout, shape, torch.float16, DEVICE)
-    fp8 = kv._replace(k_pages=kv.k_pages.to(torch.float8_e4m3fn))
-    q = torch.randn((3, 4, 64)).half().to(DEVICE)
-    with pytest.raises(ValueError, match="own rows are"):
-        decode.run(decode.plan(layout), q, fp8)
 
 
 @pytest.mark.gpu

@@ -8,10 +8,12 @@ import torch
 from torch import Tensor
 
 from stemserve.kernels.attention_state import AttentionState, LayerKV
+from stemserve.kernels.dense_items import item_table
 from stemserve.kernels.dense_launch import STAGES, DenseLauncher, DeviceTiles, Sources
-from stemserve.kernels.dense_plan import DenseHost
+from stemserve.kernels.dense_plan import DenseHost, HostStage
 from stemserve.kernels.host_array import device_tensor
 from stemserve.kernels.layout import AttentionLayout, HeadShape, Int32
+from stemserve.kernels.merge import RowMerge
 from stemserve.kernels.page_gather import TokenCopy, TokenScratch
 from stemserve.kernels.strategy import Kernel, Phase, Work
 
@@ -22,10 +24,17 @@ MOST_STREAMS = 1024  # tiles of so many prefixes are hardly filled, and planning
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class DenseStage:
+    tiles: DeviceTiles
+    merge: RowMerge | None  # None: no tile is divided
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class DensePlan:
     work: Work
-    stages: list[DeviceTiles]
+    stages: list[DenseStage]
     copy: TokenCopy | None
+    partial_rows: int
 
 
 class DenseAttention:
@@ -37,10 +46,12 @@ class DenseAttention:
         self, kernel: Kernel, shape: HeadShape, device: torch.device, scratch: TokenScratch
     ) -> None:
         self.kernel = kernel
-        self._host = DenseHost(kernel)
         self._device = device
+        self._shape = shape
         self._scratch = scratch
         self._launcher = DenseLauncher(shape, device)
+        ctas = self._launcher.processors
+        self._host = DenseHost(kernel=kernel, query_heads=shape.query_heads, ctas=ctas)
 
     def refusal(self, layout: AttentionLayout) -> str | None:
         nodes = np.unique(layout.segment_node[layout.segment_rows > 0])
@@ -58,32 +69,40 @@ class DenseAttention:
         host = self._host.plan(layout)
         arrays = [host.streams.sources, host.rows.first, host.rows.seen]
         for stage in host.stages:
-            arrays += [stage.tiles, stage.blocks]
+            arrays += [self._items(stage), stage.blocks]
+            arrays += [stage.division.parts, stage.division.targets]
         sources, first, seen, *tables = self._upload(arrays)
         copy = None
         if len(sources):
             copy = TokenCopy(sources, *self._scratch.tokens(len(sources)))
-        return DensePlan(
-            work=host.work,
-            stages=[
-                DeviceTiles(tiles=tiles, blocks=blocks, row_first=first, row_seen=seen)
-                for tiles, blocks in zip(tables[::2], tables[1::2], strict=True)
-            ],
-            copy=copy,
-        )
+        stages: list[DenseStage] = []
+        for items, blocks, parts, targets in zip(*[iter(tables)] * 4, strict=True):
+            tiles = DeviceTiles(items=items, blocks=blocks, row_first=first, row_seen=seen)
+            merge = RowMerge(self._shape, parts, targets) if len(targets) else None
+            stages.append(DenseStage(tiles=tiles, merge=merge))
+        return DensePlan(work=host.work, stages=stages, copy=copy, partial_rows=host.partial_rows)
 
     def run(self, plan: DensePlan, q: Tensor, kv: LayerKV) -> AttentionState:
+        rows, heads, dim = q.shape
+        written = rows + plan.partial_rows
         target = AttentionState(
-            torch.empty(q.shape, dtype=q.dtype, device=q.device),
-            torch.empty(q.shape[:2], dtype=torch.float32, device=q.device),
+            q.new_empty(written, heads, dim), q.new_empty(written, heads, dtype=torch.float32)
         )
         copies = (kv.k_rows, kv.v_rows)  # never read
         if plan.copy is not None:
             copies = (plan.copy.k, plan.copy.v)
             plan.copy.run(kv)
+        sources = Sources(q, kv.k_rows, kv.v_rows, *copies)
         for stage in plan.stages:
-            self._launcher.launch(stage, Sources(q, kv.k_rows, kv.v_rows, *copies), target)
-        return target
+            self._launcher.launch(stage.tiles, sources, target)
+            if stage.merge is not None:
+                stage.merge.run(target, target)
+        if not plan.partial_rows:
+            return target
+        return AttentionState(target.out[:rows], target.lse[:rows])
+
+    def _items(self, stage: HostStage) -> Int32:
+        return item_table(stage.division.tiles, self._shape.query_heads, self._launcher.processors)
 
     def _upload(self, arrays: list[Int32]) -> list[Tensor]:
         """In one copy; each starts at a multiple of four numbers."""

@@ -21,13 +21,13 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from stemserve.kernels.dense_tables import BLOCK_FIELDS as _BLOCK_FIELDS
 from stemserve.kernels.dense_tables import BLOCK_TOKENS as _BLOCK_TOKENS
 from stemserve.kernels.dense_tables import COPIED as _COPIED
+from stemserve.kernels.dense_tables import ITEM_FIELDS as _ITEM_FIELDS
 from stemserve.kernels.dense_tables import MASKED as _MASKED
 from stemserve.kernels.dense_tables import OWN as _OWN
-from stemserve.kernels.dense_tables import TILE_FIELDS as _TILE_FIELDS
 from stemserve.kernels.dense_tables import TILE_ROWS as _TILE_ROWS
 
 BLOCK_FIELDS = gl.constexpr(_BLOCK_FIELDS)
-TILE_FIELDS = gl.constexpr(_TILE_FIELDS)
+ITEM_FIELDS = gl.constexpr(_ITEM_FIELDS)
 TOKENS = gl.constexpr(_BLOCK_TOKENS)
 HALF = gl.constexpr(_TILE_ROWS // 2)
 COPIED = gl.constexpr(_COPIED)
@@ -35,13 +35,6 @@ MASKED = gl.constexpr(_MASKED)
 OWN = gl.constexpr(_OWN)
 LN2 = gl.constexpr(0.6931471805599453)
 NO_SCORE = gl.constexpr(-1e30)  # finite, so that a difference of two is no NaN
-
-
-@gluon.jit
-def _item(place, items, lanes):
-    """The place-th item of this CTA. They are sorted by length: to and fro is a fair share."""
-    lane = gl.program_id(0)
-    return place * lanes + gl.where(place % 2 == 0, lane, lanes - 1 - lane)
 
 
 @gluon.jit
@@ -56,29 +49,30 @@ def _load_block(rows, copies, at, column, copied, full, empty, buffer, parity, D
 def _produce(
     sources,
     buffers,
-    HEADS: gl.constexpr,
     GROUP: gl.constexpr,
     DIM: gl.constexpr,
     STAGES: gl.constexpr,
 ):
-    q, k_rows, v_rows, k_copies, v_copies, tiles, blocks, items, lanes = sources
-    q_tile, k_ring, v_ring, q_full, q_empty, k_full, k_empty, v_full, v_empty = buffers
+    q, k_rows, v_rows, k_copies, v_copies, items, blocks, rounds = sources
+    q_ring, k_ring, v_ring, q_full, q_empty, k_full, k_empty, v_full, v_empty = buffers
     count = 0
-    rounds = (items + lanes - 1) // lanes
+    first_item = gl.program_id(0) * rounds
     for place in range(rounds):
-        item = _item(place, items, lanes)
-        if item < items:
-            head = item % HEADS
-            record = tiles + item // HEADS * TILE_FIELDS
-            row = gl.load(record)
-            shared_start = gl.load(record + 2)
-            shared = gl.load(record + 3)
-            own_start = gl.load(record + 4) - shared
-            steps = shared + gl.load(record + 5)
-            mbarrier.wait(q_empty, (place & 1) ^ 1)
-            mbarrier.expect(q_full, 2 * HALF * DIM * 2)
-            tma.async_copy_global_to_shared(q, [row, head * DIM], q_full, q_tile.index(0))
-            tma.async_copy_global_to_shared(q, [row + HALF, head * DIM], q_full, q_tile.index(1))
+        record = items + (first_item + place) * ITEM_FIELDS
+        row = gl.load(record)
+        shared_start = gl.load(record + 2)
+        shared = gl.load(record + 3)
+        own_start = gl.load(record + 4) - shared
+        steps = shared + gl.load(record + 5)
+        head = gl.load(record + 7)
+        if steps > 0:
+            slot = place & 1
+            full = q_full.index(slot)
+            mbarrier.wait(q_empty.index(slot), ((place >> 1) & 1) ^ 1)
+            mbarrier.expect(full, 2 * HALF * DIM * 2)
+            for half in gl.static_range(2):
+                queries = q_ring.index(slot * 2 + half)
+                tma.async_copy_global_to_shared(q, [row + half * HALF, head * DIM], full, queries)
             column = head // GROUP * DIM
             for step in range(steps):
                 first = gl.where(step < shared, shared_start, own_start)
@@ -132,8 +126,8 @@ def _consume(
     DIM: gl.constexpr,
     STAGES: gl.constexpr,
 ):
-    out, lse, row_first, row_seen, tiles, blocks, items, lanes, scale = tables
-    q_tile, k_ring, v_ring, q_full, q_empty, k_full, k_empty, v_full, v_empty = buffers
+    out, lse, row_first, row_seen, items, blocks, rounds, scale = tables
+    q_ring, k_ring, v_ring, q_full, q_empty, k_full, k_empty, v_full, v_empty = buffers
     SL: gl.constexpr = gl.NVMMADistributedLayout(
         version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, TOKENS, 16]
     )
@@ -146,27 +140,28 @@ def _consume(
     out_row = gl.arange(0, HALF, gl.SliceLayout(1, OL))
     dim = gl.arange(0, DIM, gl.SliceLayout(0, OL))
     zero = gl.zeros([HALF, TOKENS], gl.float32, SL)
-    queries = q_tile.index(WHICH)
     count = 0
-    rounds = (items + lanes - 1) // lanes
+    first_item = gl.program_id(0) * rounds
     for place in range(rounds):
-        item = _item(place, items, lanes)
-        if item < items:
-            head = item % HEADS
-            record = tiles + item // HEADS * TILE_FIELDS
-            base = gl.load(record) + WHICH * HALF
-            rows = gl.load(record + 1) - WHICH * HALF
-            shared_start = gl.load(record + 2)
-            shared = gl.load(record + 3)
-            own_start = gl.load(record + 4) - shared
-            steps = shared + gl.load(record + 5)
+        record = items + (first_item + place) * ITEM_FIELDS
+        base = gl.load(record) + WHICH * HALF
+        target = gl.load(record + 6) + WHICH * HALF
+        rows = gl.load(record + 1) - WHICH * HALF
+        shared_start = gl.load(record + 2)
+        shared = gl.load(record + 3)
+        own_start = gl.load(record + 4) - shared
+        steps = shared + gl.load(record + 5)
+        head = gl.load(record + 7)
+        if steps > 0:
             row = base + half_row
             first = gl.load(row_first + row, mask=half_row < rows, other=0)
             seen = gl.load(row_seen + row, mask=half_row < rows, other=0)
             peak = gl.full([HALF], NO_SCORE, gl.float32, gl.SliceLayout(1, SL))
             total = gl.zeros([HALF], gl.float32, gl.SliceLayout(1, SL))
             acc = gl.zeros([HALF, DIM], gl.float32, OL)
-            mbarrier.wait(q_full, place & 1)
+            slot = place & 1
+            queries = q_ring.index(slot * 2 + WHICH)
+            mbarrier.wait(q_full.index(slot), (place >> 1) & 1)
             i = count % STAGES
             block = blocks + gl.where(shared > 0, shared_start, own_start) * BLOCK_FIELDS
             info = gl.load(block + 3)
@@ -202,7 +197,7 @@ def _consume(
                 mbarrier.arrive(v_empty.index(before), count=1)
                 acc = acc * fade
                 p = p_next
-            mbarrier.arrive(q_empty, count=1)
+            mbarrier.arrive(q_empty.index(slot), count=1)
             count += steps
             i = (count - 1) % STAGES
             mbarrier.wait(v_full.index(i), ((count - 1) // STAGES) & 1)
@@ -210,28 +205,28 @@ def _consume(
             mbarrier.arrive(v_empty.index(i), count=1)
             inverse = gl.where(total > 0.0, 1.0 / total, 0.0)
             acc = acc * gl.convert_layout(inverse, gl.SliceLayout(1, OL))[:, None]
-            to = (base + out_row).to(gl.int64) * HEADS + head
+            to = (target + out_row).to(gl.int64) * HEADS + head
             pointers = out + to[:, None] * DIM + dim[None, :]
             gl.store(pointers, acc.to(DT), mask=(out_row < rows)[:, None])
             log = (peak * scale + gl.log2(gl.maximum(total, 1e-30))) * LN2
             log = gl.where(total > 0.0, log, -float("inf"))
-            gl.store(lse + row * HEADS + head, log, mask=half_row < rows)
+            gl.store(lse + (target + half_row) * HEADS + head, log, mask=half_row < rows)
 
 
-@gluon.jit(do_not_specialize=["items"])
+@gluon.jit(do_not_specialize=["rounds"])
 def dense_kernel(
     q,  # [rows, HEADS * DIM]
     k_rows,  # [rows, KV_HEADS * DIM] of the step
     v_rows,
     k_copies,  # [tokens, KV_HEADS * DIM] out of the pages
     v_copies,
-    out,  # [rows, HEADS, DIM]
-    lse,  # [rows, HEADS] natural log
+    out,  # [rows and partial rows, HEADS, DIM]
+    lse,  # [rows and partial rows, HEADS] natural log
     row_first,  # the plan's tables; see dense_tables
     row_seen,
-    tiles,
+    items,
     blocks,
-    items,  # tiles * HEADS
+    rounds,  # items of a CTA
     scale,  # to base 2
     HEADS: gl.constexpr,
     KV_HEADS: gl.constexpr,
@@ -240,32 +235,32 @@ def dense_kernel(
 ):
     DT: gl.constexpr = out.dtype.element_ty
     L: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
-    q_tile = gl.allocate_shared_memory(DT, [2, HALF, DIM], L)
+    q_ring = gl.allocate_shared_memory(DT, [4, HALF, DIM], L)
     k_ring = gl.allocate_shared_memory(DT, [STAGES, TOKENS, DIM], L)
     v_ring = gl.allocate_shared_memory(DT, [STAGES, TOKENS, DIM], L)
-    q_full = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
-    q_empty = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    q_full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    q_empty = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     k_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     k_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     v_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     v_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    mbarrier.init(q_full, count=1)
-    mbarrier.init(q_empty, count=2)
+    for i in gl.static_range(2):
+        mbarrier.init(q_full.index(i), count=1)
+        mbarrier.init(q_empty.index(i), count=2)
     for i in gl.static_range(STAGES):
         mbarrier.init(k_full.index(i), count=1)
         mbarrier.init(k_empty.index(i), count=2)
         mbarrier.init(v_full.index(i), count=1)
         mbarrier.init(v_empty.index(i), count=2)
     fence_async_shared()
-    lanes = gl.num_programs(0)
-    tables = (out, lse, row_first, row_seen, tiles, blocks, items, lanes, scale)
-    buffers = (q_tile, k_ring, v_ring, q_full, q_empty, k_full, k_empty, v_full, v_empty)
-    sources = (q, k_rows, v_rows, k_copies, v_copies, tiles, blocks, items, lanes)
+    tables = (out, lse, row_first, row_seen, items, blocks, rounds, scale)
+    buffers = (q_ring, k_ring, v_ring, q_full, q_empty, k_full, k_empty, v_full, v_empty)
+    sources = (q, k_rows, v_rows, k_copies, v_copies, items, blocks, rounds)
     gl.warp_specialize(
         [
             (_consume, (tables, buffers, 0, HEADS, DIM, STAGES)),
             (_consume, (tables, buffers, 1, HEADS, DIM, STAGES)),
-            (_produce, (sources, buffers, HEADS, HEADS // KV_HEADS, DIM, STAGES)),
+            (_produce, (sources, buffers, HEADS // KV_HEADS, DIM, STAGES)),
         ],
         [4, 1],  # warps of the others than the first, and their registers
         [240, 24],

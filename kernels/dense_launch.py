@@ -26,7 +26,7 @@ ALIGNMENT = 16  # bytes, of what TMA reads
 class DeviceTiles:
     """See dense_tables; every tensor starts at a multiple of `ALIGNMENT`."""
 
-    tiles: Tensor
+    items: Tensor  # [ctas, items, ITEM_FIELDS]
     blocks: Tensor
     row_first: Tensor
     row_seen: Tensor
@@ -73,25 +73,25 @@ class DenseLauncher:
     def __init__(self, shape: HeadShape, device: torch.device) -> None:
         self._shape = shape
         cuda: Any = torch.cuda  # partly untyped
-        self._processors: int = cuda.get_device_properties(device).multi_processor_count
+        self.processors: int = cuda.get_device_properties(device).multi_processor_count
         self._compiled: dict[torch.dtype, Any] = {}
 
     def launch(self, tables: DeviceTiles, sources: Sources, target: AttentionState) -> None:
         shape = self._shape
         matrices = [_Matrix.of(source) for source in sources]
-        items = len(tables.tiles) * shape.query_heads
+        ctas, rounds = tables.items.shape[:2]
         others = (
             target.out,
             target.lse,
             tables.row_first,
             tables.row_seen,
-            tables.tiles,
+            tables.items,
             tables.blocks,
-            items,
+            rounds,
             shape.scale * LOG2E,
         )
         constants = (shape.query_heads, shape.kv_heads, shape.head_dim, STAGES[shape.head_dim])
-        grid = (min(items, self._processors), 1, 1)
+        grid = (ctas, 1, 1)
         compiled = self._compiled.get(target.out.dtype)
         if compiled is not None:
             compiled[grid](*matrices, *others, *constants)

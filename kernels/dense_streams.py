@@ -57,13 +57,14 @@ def streams(layout: AttentionLayout) -> Streams:
     own = own_rows(layout)
     read = np.where(layout.segment_is_item, layout.chain_tokens, layout.chain_tokens - own)
     fresh = _fresh_tokens(layout, own)
-    ids: dict[tuple[int, int], int] = {}
+    node = np.where(read > 0, layout.segment_node, -1)
+    members = np.flatnonzero(layout.segment_rows > 0)
+    keys = (node[members].astype(np.int64) << 32) + read[members]
+    distinct, number = np.unique(keys, return_inverse=True)
     segment_stream = np.full(layout.num_segments, -1, np.int32)
-    for segment in np.flatnonzero(layout.segment_rows > 0).tolist():
-        tokens = int(read[segment])
-        key = (int(layout.segment_node[segment]) if tokens else -1, tokens)
-        segment_stream[segment] = ids.setdefault(key, len(ids))
-    pieces = [list(_pieces(layout, node, tokens, fresh)) for node, tokens in ids]
+    segment_stream[members] = number
+    ends = zip((distinct >> 32).tolist(), (distinct & 0xFFFFFFFF).tolist(), strict=True)
+    pieces = [list(_pieces(layout, end, tokens, fresh)) for end, tokens in ends]
     places = _CopyPlaces(layout, pieces)
     return Streams(
         stretches=[list(places.stretches(chain)) for chain in pieces],

@@ -35,15 +35,6 @@ class TileTables:
     blocks: Int32  # [blocks, BLOCK_FIELDS]
     tokens_read: int  # each run of tokens once for all tiles that share it
 
-    @property
-    def tile_rows(self) -> Int32:
-        return self.tiles[:, 1]
-
-    @property
-    def tile_tokens(self) -> Int32:
-        """Padding included."""
-        return int32((self.tiles[:, 3] + self.tiles[:, 5]) * BLOCK_TOKENS)
-
 
 class _Groups(NamedTuple):
     """Segments that follow each other and read one stream."""
@@ -52,6 +43,14 @@ class _Groups(NamedTuple):
     stop: Int32
     stream: Int32
     is_long: NDArray[np.bool_]
+
+
+def steps(tiles: Int32) -> Int32:  # [tiles] blocks of each
+    return int32(tiles[:, 3] + tiles[:, 5])
+
+
+def longest_first(tiles: Int32) -> Int32:
+    return int32(np.argsort(-steps(tiles), kind="stable"))
 
 
 def row_tables(layout: AttentionLayout, streams: Streams) -> RowTables:
@@ -87,8 +86,10 @@ def _where(groups: _Groups, chosen: NDArray[np.bool_]) -> tuple[Int32, Int32, In
 def _least_seen(layout: AttentionLayout, streams: Streams, rows: RowTables) -> Int32:
     """Of the rows of each stream."""
     least = np.full(len(streams.stretches), np.iinfo(np.int32).max, np.int32)
-    segment = np.repeat(np.arange(layout.num_segments), layout.segment_rows)
-    np.minimum.at(least, streams.segment_stream[segment], rows.seen)
+    members = np.flatnonzero(layout.segment_rows > 0)
+    # A later row of a segment sees no less.
+    seen = rows.seen[layout.segment_indptr[members]]
+    np.minimum.at(least, streams.segment_stream[members], seen)
     return least
 
 
@@ -118,9 +119,10 @@ class _Builder:
 
     def tables(self) -> TileTables:
         tiles = np.concatenate([np.empty((0, TILE_FIELDS), np.int32), *self._tiles])
-        order = np.argsort(-(tiles[:, 3] + tiles[:, 5]), kind="stable")
         return TileTables(
-            tiles=tiles[order], blocks=np.concatenate(self._blocks), tokens_read=self._tokens_read
+            tiles=tiles[longest_first(tiles)],
+            blocks=np.concatenate(self._blocks),
+            tokens_read=self._tokens_read,
         )
 
     def add_long(self, start: int, stop: int, stream: int) -> None:
@@ -204,8 +206,7 @@ class _Builder:
     def _add_tiles(
         self, row: Int32, rows: Int32, shared: tuple[Int32, Int32], own: tuple[Int32, Int32]
     ) -> None:
-        none = np.zeros_like(row)
-        self._tiles.append(int32(np.stack([row, rows, *shared, *own, none, none], axis=1)))
+        self._tiles.append(int32(np.stack([row, rows, *shared, *own, row], axis=1)))
 
 
 def _records(at: Int32, place: Int32, tokens: Int32, flags: Int32) -> Int32:

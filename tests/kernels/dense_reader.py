@@ -7,6 +7,7 @@ from torch import Tensor
 
 from stemserve.kernels import reference
 from stemserve.kernels.attention_state import AttentionState, LayerKV
+from stemserve.kernels.dense_items import Division
 from stemserve.kernels.dense_plan import HostPlan
 from stemserve.kernels.dense_tables import BLOCK_TOKENS, COPIED, MASKED, OWN
 from stemserve.kernels.host_array import index_tensor
@@ -17,32 +18,55 @@ PADDING = 2 * BLOCK_TOKENS  # TMA fills up with zeros what is outside of a tenso
 
 
 def read_plan(plan: HostPlan, q: Tensor, kv: LayerKV, shape: HeadShape) -> AttentionState:
-    out = torch.full(q.shape, torch.nan, dtype=torch.float64)
-    lse = torch.full(q.shape[:2], torch.nan, dtype=torch.float64)
+    written = len(q) + plan.partial_rows
+    out = torch.full((written, *q.shape[1:]), torch.nan, dtype=torch.float64)
+    target = AttentionState(out, out[:, :, 0].clone())
     copies = [_copied(plan.streams.sources, pages) for pages in (kv.k_pages, kv.v_pages)]
     padding = kv.k_rows.new_zeros(PADDING, *kv.k_rows.shape[1:])
     rows = [torch.cat([x, padding]) for x in (kv.k_rows, kv.v_rows)]
     for stage in plan.stages:
-        for tile in cast(list[list[int]], stage.tiles.tolist()):
-            row = torch.arange(tile[0], tile[0] + tile[1])
-            keys: list[Tensor] = []
-            values: list[Tensor] = []
-            masks: list[Tensor] = []
-            for block in _tile_blocks(tile, stage.blocks):
-                source = copies if block[3] & COPIED else rows
-                k, v = (x[block[0] : block[0] + BLOCK_TOKENS] for x in source)
-                assert len(k) == BLOCK_TOKENS
-                assert v.isfinite().all()  # a weight of 0 does not hide a NaN
-                keys.append(k)
-                values.append(v)
-                masks.append(_mask(plan, row, block))
-            mask = torch.cat(masks, dim=1)
-            assert out[row].isnan().all(), "a row is in two tiles"
-            state = reference.masked_attention(
-                q[row], torch.cat(keys).nan_to_num(), torch.cat(values), mask, shape
-            )
-            out[row], lse[row] = state.out, state.lse
-    return AttentionState(out, lse)
+        target.out[len(q) :] = torch.nan
+        for tile in cast(list[list[int]], stage.division.tiles.tolist()):
+            state = _read_tile(plan, tile, stage.blocks, q, (copies, rows), shape)
+            place = slice(tile[6], tile[6] + tile[1])
+            assert target.out[place].isnan().all(), "a row is in two tiles"
+            target.out[place], target.lse[place] = state.out, state.lse
+        _merge(target, stage.division)
+    return AttentionState(target.out[: len(q)], target.lse[: len(q)])
+
+
+def _read_tile(
+    plan: HostPlan,
+    tile: list[int],
+    blocks: Int32,
+    q: Tensor,
+    sources: tuple[list[Tensor], list[Tensor]],
+    shape: HeadShape,
+) -> AttentionState:
+    row = torch.arange(tile[0], tile[0] + tile[1])
+    keys: list[Tensor] = []
+    values: list[Tensor] = []
+    masks: list[Tensor] = []
+    assert tile[3] + tile[5] > 0
+    for block in _tile_blocks(tile, blocks):
+        source = sources[0 if block[3] & COPIED else 1]
+        k, v = (x[block[0] : block[0] + BLOCK_TOKENS] for x in source)
+        assert len(k) == BLOCK_TOKENS
+        assert v.isfinite().all()  # a weight of 0 does not hide a NaN
+        keys.append(k)
+        values.append(v)
+        masks.append(_mask(plan, row, block))
+    mask = torch.cat(masks, dim=1)
+    return reference.masked_attention(
+        q[row], torch.cat(keys).nan_to_num(), torch.cat(values), mask, shape
+    )
+
+
+def _merge(target: AttentionState, division: Division) -> None:
+    for row, parts in zip(division.targets.tolist(), division.parts.tolist(), strict=True):
+        used = [part for part in parts if part >= 0]
+        merged = reference.merge_states(target.out[used, None], target.lse[used, None])
+        target.out[row], target.lse[row] = merged.out[0], merged.lse[0]
 
 
 def _tile_blocks(tile: list[int], blocks: Int32) -> list[list[int]]:

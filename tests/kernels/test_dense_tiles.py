@@ -11,6 +11,7 @@ from stemserve.kernels import reference
 from stemserve.kernels.dense_plan import DenseHost
 from stemserve.kernels.dense_streams import streams
 from stemserve.kernels.dense_tables import BLOCK_TOKENS, TILE_ROWS
+from stemserve.kernels.dense_tiles import steps
 from stemserve.kernels.layout import AttentionLayout
 from stemserve.kernels.strategy import Kernel
 
@@ -18,9 +19,14 @@ SHAPE = head_shape(2, 1, 8)
 KERNELS = [Kernel.CASCADE, Kernel.SPLIT]
 
 
+def host(kernel: Kernel, ctas: int = 1) -> DenseHost:
+    return DenseHost(kernel=kernel, query_heads=SHAPE.query_heads, ctas=ctas)
+
+
 def assert_oracle(kernel: Kernel, layout: AttentionLayout, seed: int) -> None:
     inputs = random_inputs(layout, SHAPE, seed)
-    state = read_plan(DenseHost(kernel).plan(layout), inputs.q, inputs.kv, SHAPE)
+    ctas = (1, 40)[seed // 4 % 2]
+    state = read_plan(host(kernel, ctas).plan(layout), inputs.q, inputs.kv, SHAPE)
     expected = reference.attention(layout, inputs.q, inputs.kv, SHAPE)
     torch.testing.assert_close(state.out, expected.out, atol=1e-9, rtol=0)
     torch.testing.assert_close(state.lse, expected.lse, atol=1e-9, rtol=0)
@@ -51,25 +57,42 @@ def test_a_stored_prefix_is_copied_once_for_all_that_read_it() -> None:
 
 def test_short_items_share_a_tile_and_the_read_of_the_prefix() -> None:
     layout = make_layout([Node(tokens=1024)], [Segment(rows=4, is_item=True)] * 32)
-    (stage,) = DenseHost(Kernel.CASCADE).plan(layout).stages
-    assert stage.tile_rows.tolist() == [TILE_ROWS]
-    assert stage.tile_tokens.tolist() == [1024 + BLOCK_TOKENS]
+    (stage,) = host(Kernel.CASCADE).plan(layout).stages
+    assert stage.division.tiles[:, 1].tolist() == [TILE_ROWS]
+    assert steps(stage.division.tiles).tolist() == [1024 // BLOCK_TOKENS + 1]
     assert stage.tokens_read == 1024 + 128
 
 
 def test_split_reads_the_prefix_once_an_item() -> None:
     layout = make_layout([Node(tokens=1024)], [Segment(rows=4, is_item=True)] * 32)
-    (stage,) = DenseHost(Kernel.SPLIT).plan(layout).stages
+    (stage,) = host(Kernel.SPLIT).plan(layout).stages
     assert stage.tokens_read == 32 * (1024 + 4)
 
 
 def test_tiles_are_sorted_by_length() -> None:
     segments = [Segment(rows=900), *[Segment(rows=70, is_item=True)] * 3]
-    (stage,) = DenseHost(Kernel.CASCADE).plan(make_layout([Node(tokens=900)], segments)).stages
-    assert (np.diff(stage.tile_tokens) <= 0).all()
+    (stage,) = host(Kernel.CASCADE).plan(make_layout([Node(tokens=900)], segments)).stages
+    assert (np.diff(steps(stage.division.tiles)) <= 0).all()
 
 
 def test_a_long_prompt_has_few_blocks() -> None:
     layout = make_layout([Node(tokens=20_000)], [Segment(rows=20_000)])
-    (stage,) = DenseHost(Kernel.CASCADE).plan(layout).stages
-    assert len(stage.blocks) <= 2 * len(stage.tiles) + 1
+    (stage,) = host(Kernel.CASCADE).plan(layout).stages
+    assert len(stage.blocks) <= 2 * len(stage.division.tiles) + 1
+
+
+def test_few_long_tiles_are_divided_over_the_ctas() -> None:
+    layout = make_layout([Node(tokens=8196)], [Segment(rows=4, is_item=True)] * 100)
+    (stage,) = host(Kernel.CASCADE, ctas=132).plan(layout).stages
+    tiles = stage.division.tiles
+    assert steps(tiles).sum() == 4 * 65 + 4
+    assert len(tiles) * SHAPE.query_heads > 100
+    assert steps(tiles).max() <= 7
+    assert stage.division.targets.tolist() == list(range(400))
+
+
+def test_what_fills_the_device_is_not_divided() -> None:
+    segments = [Segment(rows=4, is_item=True)] * 100
+    layout = make_layout([Node(tokens=8196)], [Segment(rows=8196), *segments])
+    (stage,) = host(Kernel.CASCADE, ctas=40).plan(layout).stages
+    assert not stage.division.partial_rows

@@ -2,7 +2,6 @@
 
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from stemserve.kernels import fused_layer_triton
@@ -17,7 +16,7 @@ def silu_mul(
     rows, width = gate_up.shape[0], gate_up.shape[1] // 2
     if gate_up.stride(1) != 1:
         raise ValueError("the numbers of a row must lie side by side")
-    out = torch.empty((rows, width), dtype=gate_up.dtype, device=gate_up.device)
+    out = gate_up.new_empty((rows, width))
     if out.numel():
         KERNELS.gate_kernel[(rows, -(-width // BLOCK))](
             gate_up, out, gate_up.stride(0), WIDTH=width, BLOCK=BLOCK, num_warps=4

@@ -27,6 +27,10 @@ class HeadTransform:
     table: Tensor  # [positions, 2, head_dim / 2] float32, contiguous: cosines, then sines
     eps: float
 
+    def __post_init__(self) -> None:
+        if not self.table.is_contiguous():
+            raise ValueError("the table of cosines and sines must be contiguous")
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PageTarget:
@@ -102,8 +106,6 @@ def _check(qkv: Tensor, transform: HeadTransform, target: PageTarget | None) -> 
     width = (shape.query_heads + 2 * shape.kv_heads) * shape.head_dim
     if qkv.shape[1] != width or qkv.stride(1) != 1:
         raise ValueError(f"a row of qkv must be {width} numbers side by side, not {qkv.shape[1]}")
-    if not transform.table.is_contiguous():
-        raise ValueError("the table of cosines and sines must be contiguous")
     if target is None:
         return
     for pages in (target.k_pages, target.v_pages):

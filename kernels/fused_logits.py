@@ -17,6 +17,7 @@ CHOSEN_BLOCK = 1024
 class ChosenLogprobs(NamedTuple):
     logprobs: Tensor  # [chosen] float32, over the full vocabulary
     argmax: Tensor  # [rows] int64, the lowest on a tie
+    likeliest: Tensor  # [rows] float32, the log-probability of argmax
     lse: Tensor  # [rows] float32, natural log; not finite where a logit is NaN or +inf
 
 
@@ -77,7 +78,15 @@ def chosen_logprobs(
         tiles = -(-vocab // tile.tokens)
         block = power_of_2(tiles)
         KERNELS.merge_tiles_kernel[(rows,)](
-            tops, totals, ids, result.lse, result.argmax, tiles, BLOCK=block, num_warps=4
+            tops,
+            totals,
+            ids,
+            result.lse,
+            result.argmax,
+            result.likeliest,
+            tiles,
+            BLOCK=block,
+            num_warps=4,
         )
     if len(chosen_rows):
         KERNELS.chosen_kernel[(len(chosen_rows),)](
@@ -99,6 +108,7 @@ def _empty(hidden: Tensor, chosen: int) -> ChosenLogprobs:
     return ChosenLogprobs(
         hidden.new_empty(chosen, dtype=torch.float32),
         hidden.new_empty(len(hidden), dtype=torch.int64),
+        hidden.new_empty(len(hidden), dtype=torch.float32),
         hidden.new_empty(len(hidden), dtype=torch.float32),
     )
 

@@ -63,6 +63,7 @@ def merge_tiles_kernel(
     ids: tl.tensor,
     lse: tl.tensor,  # [rows] float32, natural log; not finite where a logit is NaN or +inf
     argmax: tl.tensor,  # [rows] int64
+    likeliest: tl.tensor,  # [rows] float32: the log-probability of argmax
     tiles: tl.tensor,
     BLOCK: tl.constexpr,
 ) -> None:
@@ -75,6 +76,7 @@ def merge_tiles_kernel(
     base = tl.where(highest == -float("inf"), 0.0, highest)
     whole = tl.sum(total * tl.exp2((top - base) * LOG2E), 0)
     tl.store(lse + row, highest + tl.log2(whole) * LN2)
+    tl.store(likeliest + row, -tl.log2(whole) * LN2)
     tl.store(argmax + row, tl.load(ids + row.to(tl.int64) * tiles + best).to(tl.int64))
 
 

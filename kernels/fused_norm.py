@@ -2,7 +2,6 @@
 
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from stemserve.kernels import fused_layer_triton
@@ -44,7 +43,7 @@ def _launch(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> T
     rows, hidden = x.shape
     if x.stride(1) != 1 or not weight.is_contiguous():
         raise ValueError("the numbers of a row must lie side by side")
-    out = torch.empty((rows, hidden), dtype=x.dtype, device=x.device)
+    out = x.new_empty((rows, hidden))
     if not rows:
         return out
     block = power_of_2(hidden)

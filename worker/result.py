@@ -58,7 +58,6 @@ class LaunchedStep:
         scores, readout = self.scores, self.readout
         kept = (
             readout.gathered[scores.failed_gathered.numpy()],
-            readout.sampled[scores.failed_sampled.numpy()],
             readout.classify_rows[scores.failed_classified.numpy()],
         )
         drawn = [self.step.samples.rows[s[d.failed.numpy()]] for s, d in scores.draws]

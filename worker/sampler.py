@@ -5,13 +5,14 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
-from stemserve.kernels.host_array import device_tensor
+from stemserve.kernels.host_array import device_tensor, index_tensor
 from stemserve.kernels.layout import Int32
 from stemserve.worker.blobs import BadPlan
 from stemserve.worker.sampler_params import SamplerParams
-from stemserve.worker.step import Step
+from stemserve.worker.step import Samples, Step
 from stemserve.worker.transfer import to_host
 from stemserve.worker.truncation import Truncation, largest, truncate
 from stemserve.worker.uniform import uniform
@@ -74,6 +75,29 @@ class Sampler:
             ids[device_tensor(rows, self._device)] = self._last_token[slots]
         return ids
 
+    def takes_likeliest(self, samples: Samples) -> NDArray[np.bool_]:  # [samples]
+        """Which samples are the most likely token, whatever the logits of the others."""
+        pairs = zip(samples.slots.tolist(), samples.index.tolist(), strict=True)
+        return np.array([_is_likeliest(self._known(slot), index) for slot, index in pairs], bool)
+
+    def take(
+        self,
+        tokens: Tensor,  # [samples] int64, the most likely ones
+        logprobs: Tensor,  # [samples] float32
+        failed: Tensor,  # [samples] bool
+        slots: Int32,  # [samples]
+    ) -> Drawn:
+        self._keep(tokens, slots)
+        none = logprobs.new_empty((len(slots), 0))
+        return Drawn(
+            tokens=tokens,
+            logprobs=logprobs,
+            failed=failed,
+            top_counts=np.zeros(len(slots), np.int32),
+            top_ids=none.long(),
+            top_logprobs=none,
+        )
+
     def draw(
         self,
         logits: Tensor,  # [samples, vocab] float32; overwritten
@@ -90,24 +114,36 @@ class Sampler:
             u = device_tensor(uniform(seeds, index[random].astype(np.uint64)), self._device)
             rows = _rows(random, len(params), self._device)
             tokens[rows] = _draw(logits[rows], [params[i] for i in random], u)
-        self._last_token[device_tensor(slots.astype(np.int64), self._device)] = tokens
-        self._has_token[slots] = True
+        self._keep(tokens, slots)
         counts = np.asarray([p.top_logprobs for p in params], np.int32)
         top_ids, top_logprobs = largest(logprobs, int(counts.max(initial=0)))
+        drawn = logprobs.gather(-1, tokens[:, None]).squeeze(-1)
         return Drawn(
             tokens=tokens,
-            logprobs=logprobs.gather(-1, tokens[:, None]).squeeze(-1),
-            failed=~logits.amax(-1).isfinite(),
+            logprobs=drawn,
+            # A NaN that is banned is left in the log-probabilities.
+            failed=~(logits.amax(-1) + drawn).isfinite(),
             top_counts=counts,
             top_ids=top_ids,
             top_logprobs=top_logprobs,
         )
+
+    def _keep(self, tokens: Tensor, slots: Int32) -> None:
+        self._last_token[index_tensor(slots, self._device)] = tokens
+        self._has_token[slots] = True
 
     def _known(self, slot: int) -> SamplerParams:
         params = self._params[slot]
         if params is None:
             raise BadPlan(f"sample_slots: no sampler was sent for slot {slot}")
         return params
+
+
+def _is_likeliest(params: SamplerParams, index: int) -> bool:
+    banned = params.min_tokens_banned_ids if index < params.min_new_tokens else ()
+    return params.temperature <= GREEDY_TEMPERATURE and not (
+        len(params.bias_ids) or len(params.banned_ids) or len(banned) or params.top_logprobs
+    )
 
 
 def _edit(logits: Tensor, params: Sequence[SamplerParams], index: Sequence[int]) -> None:

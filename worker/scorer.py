@@ -16,6 +16,8 @@ from stemserve.worker.sampler import Drawn, Sampler
 from stemserve.worker.step import Step
 from stemserve.worker.transfer import to_host
 
+NOBODY = np.empty(0, np.int64)  # rows or tokens
+
 
 class Heads(Protocol):
     def logits(self, hidden: Tensor) -> Tensor: ...  # [n, hidden] to float32 [n, vocab]
@@ -49,7 +51,6 @@ class Scores:
     gather_argmax: Tensor  # [gathers] int64
     class_scores: Tensor  # [classified, classes] float32
     failed_gathered: Tensor  # [gathered] bool
-    failed_sampled: Tensor  # [sampled] bool
     failed_classified: Tensor  # [classified] bool
     draws: list[tuple[NDArray[np.intp], Drawn]]  # samples and what they drew
 
@@ -60,7 +61,6 @@ class Scores:
             gather_argmax=to_host(self.gather_argmax),
             class_scores=to_host(self.class_scores),
             failed_gathered=to_host(self.failed_gathered),
-            failed_sampled=to_host(self.failed_sampled),
             failed_classified=to_host(self.failed_classified),
             draws=[(samples, drawn.on_host()) for samples, drawn in self.draws],
         )
@@ -104,48 +104,53 @@ class Scorer:
         hidden: Tensor,  # [kept, hidden]
     ) -> Scores:
         gathered = self._gather(step, readout, _picked(hidden, readout.gathered))
-        draws, failed_sampled = self._sample(step, readout, _picked(hidden, readout.sampled))
         scores, failed_scores = self._classify(_picked(hidden, readout.classify_rows))
         return Scores(
             gather_logprobs=gathered.logprobs,
             gather_argmax=_picked(gathered.argmax, readout.gather_rows),
             class_scores=scores,
             failed_gathered=gathered.failed,
-            failed_sampled=failed_sampled,
             failed_classified=failed_scores,
-            draws=draws,
+            draws=list(self._sample(step, readout, _picked(hidden, readout.sampled))),
         )
 
     def _gather(self, step: Step, readout: Readout, hidden: Tensor) -> Gathered:
         if not len(hidden):
-            kinds = (torch.float32, torch.int64, torch.bool)
+            kinds = (torch.float32, torch.int64, torch.float32, torch.bool)
             return Gathered(*(torch.empty(0, dtype=kind, device=self._device) for kind in kinds))
         return self._heads.gather(hidden, readout.id_rows, step.gathers.ids)
 
     def _sample(
         self, step: Step, readout: Readout, hidden: Tensor
-    ) -> tuple[list[tuple[NDArray[np.intp], Drawn]], Tensor]:
-        draws: list[tuple[NDArray[np.intp], Drawn]] = []
-        failed = torch.empty(len(hidden), dtype=torch.bool, device=self._device)
-        for start in range(0, len(hidden), self._rows_at_once):
-            stop = min(start + self._rows_at_once, len(hidden))
-            logits = self._heads.logits(hidden[start:stop])
-            logprobs = logits.log_softmax(-1)
-            # One NaN or +inf makes the whole row NaN.
-            failed[start:stop] = logprobs[:, 0].isnan()
-            draws += self._draw(step, readout, start, logits, logprobs)
-        return draws, failed
+    ) -> Iterator[tuple[NDArray[np.intp], Drawn]]:
+        """How a sample is drawn depends on its own parameters only, never on the others."""
+        likeliest = self._sampler.takes_likeliest(step.samples)
+        if len(samples := np.flatnonzero(likeliest)):
+            rows, at = np.unique(readout.sample_rows[samples], return_inverse=True)
+            found = self._heads.gather(_picked(hidden, rows), NOBODY, NOBODY)
+            tokens, logprobs, failed = (
+                _picked(of_rows, at) for of_rows in (found.argmax, found.likeliest, found.failed)
+            )
+            slots = step.samples.slots[samples]
+            yield samples, self._sampler.take(tokens, logprobs, failed, slots)
+        if len(samples := np.flatnonzero(~likeliest)):
+            rows, at = np.unique(readout.sample_rows[samples], return_inverse=True)
+            yield from self._draw(step, _picked(hidden, rows), samples, at)
 
     def _draw(
-        self, step: Step, readout: Readout, start: int, logits: Tensor, logprobs: Tensor
+        self, step: Step, hidden: Tensor, samples: NDArray[np.intp], at: NDArray[np.intp]
     ) -> Iterator[tuple[NDArray[np.intp], Drawn]]:
-        samples = between(readout.sample_rows, start, start + len(logits))
-        # Many samples may share a row, and each has its own copy of it.
-        for first in range(0, len(samples), self._rows_at_once):
-            some = samples[first : first + self._rows_at_once]
-            rows = index_tensor(readout.sample_rows[some] - start, self._device)
-            slots, index = step.samples.slots[some], step.samples.index[some]
-            yield some, self._sampler.draw(logits[rows], logprobs[rows], slots, index)
+        """`at`: the row of hidden that each of the samples reads."""
+        for start in range(0, len(hidden), self._rows_at_once):
+            logits = self._heads.logits(hidden[start : start + self._rows_at_once])
+            logprobs = logits.log_softmax(-1)
+            reading = between(at, start, start + len(logits))
+            # Many samples may share a row, and each has its own copy of it.
+            for first in range(0, len(reading), self._rows_at_once):
+                now = reading[first : first + self._rows_at_once]
+                rows, some = index_tensor(at[now] - start, self._device), samples[now]
+                slots, index = step.samples.slots[some], step.samples.index[some]
+                yield some, self._sampler.draw(logits[rows], logprobs[rows], slots, index)
 
     def _classify(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
         if not len(hidden):

@@ -47,6 +47,7 @@ def check(
     # Of two logits that float32 cannot tell apart either may be the largest.
     lead = exact.amax(1) - exact.gather(1, found.argmax[:, None]).squeeze(1)
     assert lead.max().item() < ERROR
+    assert (found.likeliest - exact.amax(1)).abs().max().item() < ERROR
     assert found.lse.isfinite().all()
     return found
 
@@ -97,6 +98,7 @@ def test_rows_that_are_not_finite_show_and_harm_no_other() -> None:
     assert found.lse.isfinite().cpu().numpy().tolist() == [True, False, True, True, False, True]
     assert found.logprobs.isnan().cpu().numpy().tolist() == [False, True, False, False, True, False]
     good = found.lse.isfinite()
+    assert torch.equal(found.likeliest.isnan(), ~good)
     assert torch.equal(found.logprobs[good], expected[good])
 
 

@@ -16,7 +16,7 @@ from stemserve.proto.v1 import worker_pb2
 from stemserve.worker.blobs import BadPlan, encode_float32
 from stemserve.worker.sampler import Drawn, Sampler
 from stemserve.worker.sampler_params import decode_sampler
-from stemserve.worker.step import decode_step
+from stemserve.worker.step import Samples, decode_step
 from stemserve.worker.uniform import uniform
 
 B28 = [2.0, 1.0, 0.0, -1.0]
@@ -239,3 +239,35 @@ def test_a_slot_without_a_token_cannot_be_read() -> None:
     sampler.admit(step.samplers)
     with pytest.raises(BadPlan, match="no token was sampled into slot 1"):
         sampler.check(step)
+
+
+@pytest.mark.parametrize(
+    ("fields", "index", "expected"),
+    [
+        ({}, 0, True),
+        ({"temperature": 1e-6, "top_k": 5, "seed": 3}, 0, True),
+        ({"temperature": 0.5}, 0, False),
+        ({"bias_ids": blob([1]), "bias_values": encode_float32(np.ones(1, np.float32))}, 0, False),
+        ({"banned_ids": blob([2])}, 0, False),
+        ({"min_tokens_banned_ids": blob([2]), "min_new_tokens": 4}, 3, False),
+        ({"min_tokens_banned_ids": blob([2]), "min_new_tokens": 4}, 4, True),
+        ({"top_logprobs": 2}, 0, False),
+    ],
+)
+def test_only_a_plain_greedy_sample_needs_no_logits_of_other_tokens(
+    fields: dict[str, object], index: int, expected: bool
+) -> None:
+    sampler = Sampler(LIMITS.sampler_slots, CPU)
+    params = message(2, **fields)
+    sampler.admit([decode_sampler(params, slots=LIMITS.sampler_slots, vocab_size=9)])
+    samples = Samples(rows=int32([0]), slots=int32([2]), index=int32([index]))
+    assert sampler.takes_likeliest(samples).item() is expected
+
+
+def test_a_taken_token_is_the_next_input_of_its_slot() -> None:
+    sampler = Sampler(3, CPU)
+    tokens = torch.tensor([7, 9])
+    nothing = torch.zeros(2)
+    drawn = sampler.take(tokens, nothing, nothing.bool(), int32([2, 0]))
+    assert drawn.top_ids.shape == drawn.top_logprobs.shape == (2, 0)
+    assert sampler.token_ids(int32([-1, -3, 5])).numpy().tolist() == [9, 7, 5]

@@ -104,8 +104,9 @@ def test_read_outs_equal_those_of_one_row_at_a_time(seed: int, chunk: int) -> No
         if slot % 2 == 0:
             assert drawn[number] == logits[row].argmax()
     assert max(heads.rows_at_once, default=0) <= chunk
-    gathered, sampled = {row for row, _ in plan.gathers}, {row for row, _, _ in plan.samples}
-    assert sum(heads.rows_at_once) == len(gathered) + len(sampled)
+    gathered = {row for row, _ in plan.gathers}
+    random, likeliest = ({r for r, slot, _ in plan.samples if slot % 2 == kind} for kind in (1, 0))
+    assert sum(heads.rows_at_once) == len(gathered) + len(random) + len(likeliest)
 
 
 def test_rows_that_are_not_finite_are_reported_and_harm_no_other() -> None:

@@ -32,18 +32,20 @@ class ChunkedGather:
         device, count = hidden.device, len(hidden)
         logprobs = torch.empty(len(tokens), dtype=torch.float32, device=device)
         argmax = torch.empty(count, dtype=torch.int64, device=device)
+        likeliest = torch.empty(count, dtype=torch.float32, device=device)
         failed = torch.empty(count, dtype=torch.bool, device=device)
         for start in range(0, count, self._rows_at_once):
             stop = min(start + self._rows_at_once, count)
             logits = self._logits(hidden[start:stop])
             of_rows = logits.log_softmax(-1)
             argmax[start:stop] = logits.argmax(-1)  # the lowest id on a tie
+            likeliest[start:stop] = of_rows.amax(-1)
             # One NaN or +inf makes the whole row NaN.
             failed[start:stop] = of_rows[:, 0].isnan()
             if len(read := between(rows, start, stop)):
                 cells = index_tensor(rows[read] - start, device), index_tensor(tokens[read], device)
                 logprobs[index_tensor(read, device)] = of_rows[cells]
-        return Gathered(logprobs, argmax, failed)
+        return Gathered(logprobs, argmax, likeliest, failed)
 
 
 def between(rows: NDArray[np.integer], start: int, stop: int) -> NDArray[np.intp]:

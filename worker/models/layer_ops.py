@@ -1,6 +1,5 @@
 """What a model does between its matrix products and its attention: the seam of its devices."""
 
-from collections.abc import Callable
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -40,11 +39,14 @@ class Gathered(NamedTuple):
 
     logprobs: Tensor  # [chosen] float32
     argmax: Tensor  # [rows] int64, the lowest token on a tie
+    likeliest: Tensor  # [rows] float32, the log-probability of argmax
     failed: Tensor  # [rows] bool: a logit is NaN or +inf
 
 
-class Gather(Protocol):
-    def __call__(
+class LmHead(Protocol):
+    def logits(self, hidden: Tensor) -> Tensor: ...  # [n, hidden] to float32 [n, vocab]
+
+    def gather(
         self,
         hidden: Tensor,  # [rows, hidden]
         rows: NDArray[np.integer],  # [chosen]
@@ -72,6 +74,6 @@ class LayerOps(Protocol):
         """What all layers of a step share; without pages nothing is stored."""
         ...
 
-    def gather(self, weight: Tensor, logits: Callable[[Tensor], Tensor]) -> Gather:
-        """Reads of an LM head [vocab, hidden], whose `logits` are float32."""
+    def lm_head(self, weight: Tensor) -> LmHead:
+        """Of weights [vocab, hidden]."""
         ...

@@ -1,14 +1,15 @@
 """The operations of a decoder layer in plain torch, for a CPU and as the reference."""
 
-from collections.abc import Callable
-
+import numpy as np
 import torch
 import torch.nn.functional as F
+from numpy.typing import NDArray
 from torch import Tensor
 
 from stemserve.kernels.heads import Heads
 from stemserve.worker.models.chunked_gather import ChunkedGather, rows_at_once
-from stemserve.worker.models.layer_ops import PageWrites
+from stemserve.worker.models.layer_ops import Gathered, PageWrites
+from stemserve.worker.models.linear import fastest_linear
 from stemserve.worker.models.model_config import ModelConfig
 from stemserve.worker.models.rope import RotaryEmbedding, Rotation, rotate
 
@@ -32,8 +33,22 @@ class TorchOps:
     def heads(self, positions: Tensor, pages: PageWrites | None) -> "TorchHeads":
         return TorchHeads(self._config, self._rotary.rotation(positions), pages)
 
-    def gather(self, weight: Tensor, logits: Callable[[Tensor], Tensor]) -> ChunkedGather:
-        return ChunkedGather(logits, rows_at_once(len(weight)))
+    def lm_head(self, weight: Tensor) -> "TorchLmHead":
+        return TorchLmHead(weight)
+
+
+class TorchLmHead:
+    def __init__(self, weight: Tensor) -> None:
+        self._linear = fastest_linear(weight)
+        self._gather = ChunkedGather(self.logits, rows_at_once(len(weight)))
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        return self._linear(hidden).float()
+
+    def gather(
+        self, hidden: Tensor, rows: NDArray[np.integer], tokens: NDArray[np.integer]
+    ) -> Gathered:
+        return self._gather(hidden, rows, tokens)
 
 
 class TorchHeads:

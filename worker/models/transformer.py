@@ -9,7 +9,7 @@ from torch import Tensor
 from stemserve.worker.models.errors import ModelError
 from stemserve.worker.models.layer_ops import Gathered, LayerOps, PageWrites
 from stemserve.worker.models.layers import Attend, DecoderLayer
-from stemserve.worker.models.linear import DenseLinear, fastest_linear
+from stemserve.worker.models.linear import DenseLinear
 from stemserve.worker.models.model_config import ModelConfig
 from stemserve.worker.models.parameters import ModelWeights
 
@@ -32,8 +32,7 @@ class Transformer:
             DecoderLayer(config, index, weights.layers.pop(0), _next_norm(weights), ops)
             for index in range(config.num_layers)
         ]
-        self._lm_head = None if weights.lm_head is None else fastest_linear(weights.lm_head)
-        self._gather = None if weights.lm_head is None else ops.gather(weights.lm_head, self.logits)
+        self._lm_head = None if weights.lm_head is None else ops.lm_head(weights.lm_head)
         self._classifier = None if weights.classifier is None else DenseLinear(weights.classifier)
 
     @property
@@ -67,7 +66,7 @@ class Transformer:
         if self._lm_head is None:
             raise ModelError(f"{self.config.architecture} has no language-model head")
         with torch.inference_mode():
-            return self._lm_head(hidden).float()
+            return self._lm_head.logits(hidden)
 
     def gather(
         self,
@@ -76,10 +75,10 @@ class Transformer:
         tokens: NDArray[np.integer],  # [chosen]
     ) -> Gathered:
         """Log-probabilities of chosen tokens, and the most likely one of each row."""
-        if self._gather is None:
+        if self._lm_head is None:
             raise ModelError(f"{self.config.architecture} has no language-model head")
         with torch.inference_mode():
-            return self._gather(hidden, rows, tokens)
+            return self._lm_head.gather(hidden, rows, tokens)
 
     def class_scores(
         self,

@@ -1,7 +1,5 @@
 """The operations of a decoder layer on a CUDA device: each one launch of a fused kernel."""
 
-from collections.abc import Callable
-
 import numpy as np
 import torch
 from numpy.typing import NDArray
@@ -13,10 +11,10 @@ from stemserve.kernels.fused_logits import FEW_ROWS, chosen_logprobs, has_aligne
 from stemserve.kernels.fused_norm import add_rms_norm, rms_norm
 from stemserve.kernels.heads import Heads
 from stemserve.kernels.host_array import index_tensor
-from stemserve.worker.models.chunked_gather import ChunkedGather, rows_at_once
-from stemserve.worker.models.layer_ops import Gather, Gathered, PageWrites
+from stemserve.worker.models.layer_ops import Gathered, LmHead, PageWrites
 from stemserve.worker.models.model_config import ModelConfig
 from stemserve.worker.models.rope import RotaryEmbedding
+from stemserve.worker.models.torch_ops import TorchLmHead
 
 
 class TritonOps:
@@ -38,11 +36,11 @@ class TritonOps:
     def heads(self, positions: Tensor, pages: PageWrites | None) -> "TritonHeads":
         return TritonHeads(self._transform, positions, pages)
 
-    def gather(self, weight: Tensor, logits: Callable[[Tensor], Tensor]) -> Gather:
+    def lm_head(self, weight: Tensor) -> LmHead:
         # For float32 the library's product is the faster one.
         if weight.dtype == torch.float32 or not has_aligned_rows(weight):
-            return ChunkedGather(logits, rows_at_once(len(weight)))
-        return FusedGather(weight)
+            return TorchLmHead(weight)
+        return FusedLmHead(weight)
 
 
 class TritonHeads:
@@ -67,25 +65,30 @@ class TritonHeads:
         )
 
 
-class FusedGather:
-    """Without the logits of tokens that nobody asked for."""
+class FusedLmHead:
+    """Logits are float32 sums, not rounded in between."""
 
     def __init__(self, weight: Tensor) -> None:
         self._weight = weight  # [vocab, hidden]
         # Compiled now, for few and for many rows, and not in the middle of a call.
         for rows in (1, FEW_ROWS.rows + 1):
             hidden = weight.new_zeros((rows, weight.shape[1]))
-            self(hidden, np.zeros(1, np.int64), np.zeros(1, np.int64))
+            self.gather(hidden, np.zeros(1, np.int64), np.zeros(1, np.int64))
 
-    def __call__(
+    def logits(self, hidden: Tensor) -> Tensor:
+        return torch.mm(hidden, self._weight.T, out_dtype=torch.float32)
+
+    def gather(
         self,
         hidden: Tensor,  # [rows, hidden]
         rows: NDArray[np.integer],  # [chosen]
         tokens: NDArray[np.integer],  # [chosen]
     ) -> Gathered:
+        """Without the logits of tokens that nobody asked for."""
         at = index_tensor(np.stack((rows, tokens)), hidden.device)
         chosen = chosen_logprobs(hidden, self._weight, at[0], at[1])
-        return Gathered(chosen.logprobs, chosen.argmax, ~chosen.lse.isfinite())
+        failed = ~chosen.lse.isfinite()
+        return Gathered(chosen.logprobs, chosen.argmax, chosen.likeliest, failed)
 
 
 def rotation_table(

@@ -96,6 +96,14 @@ class BlockEngine:
         )
 
 
+class Path(NamedTuple):
+    """What the busiest slot works through."""
+
+    tokens: float
+    tiles: float
+    splits: float = 0.0  # 1: tiles were divided
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TileEngine:
     """An engine whose blocks are cut into tiles of rows that run on the slots of a device at once.
@@ -116,39 +124,39 @@ class TileEngine:
     tile_tokens: float  # what a tile costs beside its tokens, as so many of them
     token_seconds: float
     row_seconds: float = 0.0
+    split_seconds: float = 0.0  # to merge what was divided
 
     def __post_init__(self) -> None:
         if min(self.tile_rows, self.lanes, self.slots) < 1:
             raise CostTableError(f"tile_rows, lanes and slots must be at least 1: {self}")
-        if min(self.host_seconds, self.launch_seconds, self.tile_tokens, self.row_seconds) < 0:
+        times = (self.host_seconds, self.launch_seconds, self.row_seconds, self.split_seconds)
+        if min(*times, self.tile_tokens) < 0:
             raise CostTableError(f"times of an engine must not be negative: {self}")
         require_positive([self.token_seconds])
 
     def cost(self, part: Part) -> Cost:
-        device = self.token_seconds * self.path_tokens(part)
+        path = self.path(part)
+        device = self.launch_seconds * part.launches
         device += self.row_seconds * int(part.rows.sum(dtype=np.int64))
-        return Cost(self.host_seconds * part.launches, device + self.launch_seconds * part.launches)
+        device += self.token_seconds * (path.tokens + path.tiles * self.tile_tokens)
+        device += self.split_seconds * path.splits
+        return Cost(self.host_seconds * part.launches, device)
 
-    def path_tokens(self, part: Part) -> float:
-        """Tokens that the busiest slot works through, what tiles cost beside them included."""
-        tokens, tiles = self.path(part)
-        return tokens + tiles * self.tile_tokens
-
-    def path(self, part: Part) -> tuple[float, float]:
-        """Tokens, and tiles, that the busiest slot works through."""
+    def path(self, part: Part) -> "Path":
         tiles, tokens, longest = self._one(part) if len(part.rows) == 1 else self._many(part)
         number = tiles * self.lanes
         if not number:
-            return 0.0, 0.0
+            return Path(0.0, 0.0)
         if self.splits and number < self.slots:
-            return max(tokens * self.lanes / self.slots, min(longest, SPLIT_TOKENS)), 1.0
+            shared = max(tokens * self.lanes / self.slots, min(longest, SPLIT_TOKENS))
+            return Path(shared, 1.0, float(shared < longest))
         mean, waves = tokens / tiles, number / self.slots
         if longest + self.tile_tokens <= EVEN * (mean + self.tile_tokens):
-            return math.ceil(waves) * mean, float(math.ceil(waves))
+            return Path(math.ceil(waves) * mean, float(math.ceil(waves)))
         waves += self.tail
         if longest + self.tile_tokens > waves * (mean + self.tile_tokens):
-            return longest, 1.0
-        return waves * mean, waves
+            return Path(longest, 1.0)
+        return Path(waves * mean, waves)
 
     def _one(self, part: Part) -> tuple[int, float, float]:
         """Tiles of a lane, the tokens that they read, and the most that one reads."""
@@ -182,6 +190,7 @@ class TileEngine:
             tile_tokens=self.tile_tokens,
             token_seconds=self.token_seconds * ratio,
             row_seconds=self.row_seconds * ratio,
+            split_seconds=self.split_seconds,
         )
 
 

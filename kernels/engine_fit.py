@@ -7,10 +7,11 @@ from typing import Any
 
 import numpy as np
 
-from stemserve.kernels.engine_cost import Cost, Float64, TileEngine
+from stemserve.kernels.engine_cost import Cost, Float64, Path, TileEngine
 from stemserve.kernels.strategy import TORCH, Kernel, Phase, Work
 
 SWEEPS = 2
+MOST_FITTED = 900  # measurements; all of them correct the result
 TILE_ROWS = (16, 32, 64, 128, 192)  # of one head, or of the query heads of a KV head together
 TAILS = (0.0, 0.12, 0.25, 0.5, 1.0)
 FIRST_TILE_TOKENS = 256.0
@@ -50,15 +51,17 @@ def fit_engines(
     measured: Sequence[Measurement], heads: Heads, processors: int
 ) -> dict[str, TileEngine]:
     """Every engine but torch that the measured work names."""
-    fit = _Fit(measured, default_engine(heads[0], heads[2], processors))
+    some = measured[:: -(-len(measured) // MOST_FITTED)]
+    fit = _Fit(some, default_engine(heads[0], heads[2], processors))
     for _, name in product(range(SWEEPS), fit.engines):
-        fit.improve(name, _candidates(fit.engines[name], heads))
+        fit.improve(name, _tiles(fit.engines[name], heads))
+        fit.improve(name, (replace(fit.engines[name], tail=tail) for tail in TAILS))
     return fit.result()
 
 
 class _Fit:
     """Seconds = launches * launch_seconds + rows * row_seconds + (tokens + tiles * tile_tokens) *
-    token_seconds, summed over the engines; tokens and tiles are those of the busiest slot.
+    token_seconds + splits * split_seconds, summed over the engines.
     """
 
     def __init__(self, measured: Sequence[Measurement], start: TileEngine) -> None:
@@ -84,7 +87,7 @@ class _Fit:
             self._launches, np.array([m.cost.host_seconds for m in self._measured])
         )
         times = relative_fit(self._columns(self._paths), self._seconds)
-        launch, rows, tokens, tiles = np.split(times, 4)
+        launch, rows, tokens, tiles, splits = np.split(times, 5)
         return {
             name: replace(
                 engine,
@@ -93,22 +96,25 @@ class _Fit:
                 token_seconds=(token_s := max(LEAST_SECONDS, float(tokens[i]))),
                 tile_tokens=float(tiles[i]) / token_s,
                 row_seconds=float(rows[i]),
+                split_seconds=float(splits[i]),
             )
             for i, (name, engine) in enumerate(self.engines.items())
         }
 
-    def _path(self, name: str, engine: TileEngine) -> Float64:  # [measured, tokens and tiles]
+    def _path(self, name: str, engine: TileEngine) -> Float64:  # [measured, fields of Path]
+        none = [Path(0.0, 0.0)]
         return np.array(
             [
-                np.sum([engine.path(p) for p in m.work.parts if p.engine == name] or [(0, 0)], 0)
+                np.sum([engine.path(p) for p in m.work.parts if p.engine == name] or none, axis=0)
                 for m in self._measured
             ],
             np.float64,
         )
 
     def _columns(self, paths: dict[str, Float64]) -> Float64:
-        both = np.stack(list(paths.values()), axis=-1)  # [measured, tokens and tiles, engines]
-        return np.column_stack([self._launches, self._rows, both[:, 0], both[:, 1]])
+        joined = np.stack(list(paths.values()), axis=-1)  # [measured, fields of Path, engines]
+        fields = joined.reshape(len(self._measured), -1)
+        return np.concatenate([self._launches, self._rows, fields], axis=1)
 
     def _error(self, paths: dict[str, Float64]) -> float:
         columns = self._columns(paths)
@@ -116,10 +122,10 @@ class _Fit:
         return float(np.mean(np.abs(np.log(np.maximum(modelled, 1e-9) / self._seconds))))
 
 
-def _candidates(engine: TileEngine, heads: Heads) -> Iterator[TileEngine]:
+def _tiles(engine: TileEngine, heads: Heads) -> Iterator[TileEngine]:
     query_heads, kv_heads, _ = heads
-    for rows, splits, tail in product(TILE_ROWS, (False, True), TAILS):
-        alike = replace(engine, splits=splits, tail=tail)
+    for rows, splits in product(TILE_ROWS, (False, True)):
+        alike = replace(engine, splits=splits)
         yield replace(alike, tile_rows=rows, lanes=query_heads)
         yield replace(alike, tile_rows=max(1, rows * kv_heads // query_heads), lanes=kv_heads)
 

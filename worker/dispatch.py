@@ -2,7 +2,7 @@
 
 import logging
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Protocol
@@ -91,12 +91,17 @@ class Dispatcher:
         *,
         forced: Kernel | None,
         lacking: str | None = None,
+        replayed: Collection[Phase] = (Phase.DECODE,),
     ) -> None:
-        """`lacking`: why torch's paths stand in for faster ones; then they are fallbacks."""
+        """`lacking`: why torch's paths stand in for faster ones; then they are fallbacks.
+
+        `replayed`: phases whose launches a CUDA graph replays, so that the host's time is nothing.
+        """
         self._strategies = strategies
         self._costs = costs
         self._forced = forced
         self._lacking = lacking
+        self._replayed = frozenset(replayed)
         self._choices: dict[Signature, _Verdict | None] = {}
         self._fallbacks_logged: set[str] = set()
         self._lock = threading.Lock()  # predictions are asked for while steps run
@@ -121,8 +126,13 @@ class Dispatcher:
 
     def cost(self, choice: Choice, work: Work) -> Cost:
         """Predicted, of one layer."""
-        group, kernel = choice.group, choice.strategy.kernel
-        return self._costs.strategy_cost(group.phase, kernel, group.layout, work)
+        return self._cost(choice.strategy, choice.group.layout, work)
+
+    def _cost(self, strategy: Strategy, layout: AttentionLayout, work: Work) -> Cost:
+        phase = strategy.phase
+        cost = self._costs.strategy_cost(phase, strategy.kernel, layout, work)
+        on_device = cost.device_seconds > 0  # not on a CPU
+        return cost._replace(host_seconds=0.0) if on_device and phase in self._replayed else cost
 
     def _together(
         self, step: Step, apart: dict[tuple[Phase, _Verdict], list[Candidate]]
@@ -242,7 +252,7 @@ class Dispatcher:
         work = strategy.work(layout)
         return Prediction(
             kernel=strategy.kernel,
-            cost=self._costs.strategy_cost(strategy.phase, strategy.kernel, layout, work),
+            cost=self._cost(strategy, layout, work),
             kv_tokens_read=work.kv_tokens_read,
             refusal=None,
             on_torch=all(part.engine == TORCH for part in work.parts),

@@ -54,7 +54,13 @@ def make_parts(config: WorkerConfig, progress: Progress, check: Callable[[], Non
     runner = ModelRunner(
         model,
         pool,
-        Dispatcher(available.strategies, costs, forced=config.kernel, lacking=available.lacking),
+        Dispatcher(
+            available.strategies,
+            costs,
+            forced=config.kernel,
+            lacking=available.lacking,
+            replayed=(),  # the layers of a step are launched one by one
+        ),
         sampler,
         Scorer(model, sampler, vocab_size=limits.vocab_size, device=device),
         limits,

@@ -8,89 +8,25 @@ import pytest
 import torch
 from tests.worker.plans import PlanBuilder
 from tests.worker.tiny_model import CPU
-from torch import Tensor
-
-from stemserve.kernels.attention_state import AttentionState, LayerKV
-from stemserve.kernels.cost_model import CostTable
-from stemserve.kernels.engine_cost import BlockEngine, Cost
-from stemserve.kernels.layout import AttentionLayout, HeadShape, int32
-from stemserve.kernels.registry import strategies
-from stemserve.kernels.strategy import TORCH, Kernel, Part, Phase, Strategy, Work
-from stemserve.worker.dispatch import KERNEL_CODES, Choice, Dispatcher, NoStrategy, Reason
-from stemserve.worker.step import Step, decode_step
-from stemserve.worker.step_checks import StepLimits
-
-LIMITS = StepLimits(
-    vocab_size=50,
-    context_tokens=100_000,
-    page_size=4,
-    kv_pages=100_000,
-    sampler_slots=4,
-    max_step_tokens=10_000,
-    has_lm_head=True,
-    classes=0,
+from tests.worker.toy_strategies import (
+    LIMITS,
+    TokenCosts,
+    Toy,
+    naive_and_split,
+    summary,
+    toys,
+    two_trees,
 )
+
+from stemserve.kernels.cost_model import CostTable
+from stemserve.kernels.engine_cost import BlockEngine
+from stemserve.kernels.layout import AttentionLayout, HeadShape
+from stemserve.kernels.registry import strategies
+from stemserve.kernels.strategy import TORCH, Kernel, Phase
+from stemserve.worker.dispatch import KERNEL_CODES, Dispatcher, NoStrategy, Reason
+from stemserve.worker.step import Step, decode_step
+
 SHAPE = HeadShape(query_heads=4, kv_heads=2, head_dim=8, scale=0.5)
-
-
-@dataclass(kw_only=True)
-class Toy:
-    """A strategy with a price list of its own; it counts how often it is asked."""
-
-    kernel: Kernel
-    phase: Phase
-    seconds_a_token: float
-    refuses_more_segments_than: int = 10**9
-    asked: int = 0
-
-    def refusal(self, layout: AttentionLayout) -> str | None:
-        if layout.num_segments > self.refuses_more_segments_than:
-            return f"more than {self.refuses_more_segments_than} segments"
-        return None
-
-    def work(self, layout: AttentionLayout) -> Work:
-        self.asked += 1
-        tokens = int(layout.chain_tokens.sum() * self.seconds_a_token)
-        part = Part(engine=TORCH, rows=int32([1]), kv_tokens=int32([tokens]))
-        return Work(parts=(part,))
-
-    def plan(self, layout: AttentionLayout) -> Work:
-        return self.work(layout)
-
-    def run(self, plan: Work, q: Tensor, kv: LayerKV) -> AttentionState:
-        raise RuntimeError("toys only have a price")
-
-
-class TokenCosts:
-    def strategy_cost(
-        self, phase: Phase, kernel: Kernel, layout: AttentionLayout, work: Work
-    ) -> Cost:
-        return Cost(0.0, float(work.kv_tokens_read))
-
-
-def toys(*some: Toy) -> dict[tuple[Phase, Kernel], Strategy]:
-    return {(toy.phase, toy.kernel): toy for toy in some}
-
-
-def two_trees(kernel: int = 0) -> Step:
-    plan = PlanBuilder()
-    plan.prefill(plan.node(8, [0, 1]), [1, 2], kernel=kernel)
-    plan.prefill(plan.node(12, [2, 3, 4]), [1, 2], kernel=kernel)
-    return decode_step(plan.build(), LIMITS)
-
-
-def naive_and_split(refuses_more_segments_than: int = 10**9) -> tuple[Toy, Toy]:
-    split = Toy(
-        kernel=Kernel.SPLIT,
-        phase=Phase.PREFILL,
-        seconds_a_token=1,
-        refuses_more_segments_than=refuses_more_segments_than,
-    )
-    return Toy(kernel=Kernel.NAIVE, phase=Phase.PREFILL, seconds_a_token=2), split
-
-
-def summary(choices: list[Choice]) -> list[tuple[Kernel, Reason, int]]:
-    return [(c.strategy.kernel, c.reason, c.group.layout.num_segments) for c in choices]
 
 
 def test_the_cheapest_is_chosen_and_equal_choices_are_one_group() -> None:
@@ -276,70 +212,9 @@ def test_the_prediction_of_the_choice_is_the_least(real: Dispatcher) -> None:
     assert by_kernel[Kernel.CASCADE].kv_tokens_read == 8000 + 16 * 3
 
 
-def test_of_strategies_that_cost_the_host_alike_the_device_decides() -> None:
-    class HostBound:
-        def strategy_cost(
-            self, phase: Phase, kernel: Kernel, layout: AttentionLayout, work: Work
-        ) -> Cost:
-            return Cost(50e-6, 9e-6) if kernel is Kernel.NAIVE else Cost(51e-6, 4e-6)
-
-    dispatcher = Dispatcher(toys(*naive_and_split()), HostBound(), forced=None)
-    assert summary(dispatcher.choose(two_trees())) == [(Kernel.SPLIT, Reason.COST_MODEL, 2)]
-
-
 def test_the_plan_does_the_work_that_was_priced(real: Dispatcher) -> None:
     (choice,) = real.choose(decode_forest(prefix_pages=20, sequences=3))
     work = choice.strategy.work(choice.group.layout)
     planned = choice.strategy.plan(choice.group.layout).work
     assert planned.launches == work.launches
     assert np.array_equal(planned.kv_tokens, work.kv_tokens)
-
-
-class Overhead:
-    """A call costs 10 whatever it does, a token 1 in `split`, and 2 in `ragged`."""
-
-    def strategy_cost(
-        self, phase: Phase, kernel: Kernel, layout: AttentionLayout, work: Work
-    ) -> Cost:
-        tokens = work.kv_tokens_read
-        return Cost(0.0, tokens if kernel is Kernel.SPLIT else 10.0 + 0.5 * tokens)
-
-
-def many_trees(count: int) -> Step:
-    plan = PlanBuilder()
-    for tree in range(count):
-        pages = range(2 * tree, 2 * tree + 1 + tree % 2)
-        plan.prefill(plan.node(4 * len(pages), pages), [1, 2])
-    return decode_step(plan.build(), LIMITS)
-
-
-def test_trees_that_are_cheaper_with_one_strategy_are_one_group() -> None:
-    split = Toy(kernel=Kernel.SPLIT, phase=Phase.PREFILL, seconds_a_token=1)
-    ragged = Toy(kernel=Kernel.RAGGED, phase=Phase.PREFILL, seconds_a_token=1)
-    dispatcher = Dispatcher(toys(split, ragged), Overhead(), forced=None)
-    assert summary(dispatcher.choose(many_trees(1)))[0][0] is Kernel.SPLIT
-    for _ in range(2):
-        choices = dispatcher.choose(many_trees(12))
-        assert summary(choices) == [(Kernel.RAGGED, Reason.COST_MODEL, 12)]
-    asked = ragged.asked
-    dispatcher.choose(many_trees(12))
-    assert ragged.asked == asked
-
-
-def test_trees_keep_their_own_strategies_where_that_costs_less() -> None:
-    class Own(Overhead):
-        def strategy_cost(
-            self, phase: Phase, kernel: Kernel, layout: AttentionLayout, work: Work
-        ) -> Cost:
-            long = layout.chain_tokens == 8
-            wrong = long.sum() if kernel is Kernel.SPLIT else (~long).sum()
-            return Cost(0.0, float(layout.num_segments + 100 * wrong))
-
-    split = Toy(kernel=Kernel.SPLIT, phase=Phase.PREFILL, seconds_a_token=1)
-    ragged = Toy(kernel=Kernel.RAGGED, phase=Phase.PREFILL, seconds_a_token=1)
-    dispatcher = Dispatcher(toys(split, ragged), Own(), forced=None)
-    found = summary(dispatcher.choose(many_trees(6)))
-    assert sorted(found) == [
-        (Kernel.RAGGED, Reason.COST_MODEL, 3),
-        (Kernel.SPLIT, Reason.COST_MODEL, 3),
-    ]

@@ -31,7 +31,8 @@ from stemserve.kernels.stopwatch import Bench, StrategyBench
 from stemserve.kernels.strategy import TORCH, Phase, Work
 
 CPU_GRID = Grid()
-GPU_GRID = Grid(passes=1)  # of a path that is only the last resort there
+# Of a path that is only the last resort there.
+GPU_GRID = Grid(rows=(1, 16, 128, 512), kv_tokens=(8, 256, 2048, 8192), passes=1)
 
 Progress = Callable[[int, int], None]  # measurements done, measurements in all
 
@@ -48,11 +49,16 @@ CPU_PLAN = Plan(grid=CPU_GRID, extent=CPU_EXTENT)
 GPU_PLAN = Plan(grid=GPU_GRID, extent=GPU_EXTENT)
 HOST_PERCENTILE = 25  # what disturbs the host only ever adds to its time
 LEAST_SECONDS = 1e-7  # of a model that says nothing
+MEMORY_SHARE = 4  # of the free memory of a GPU, one in so many
 QUICK_SHARE = 5  # of the layouts and the time, one in so many
 
 
 def plan_for(device: torch.device, *, quick: bool = False) -> Plan:
-    plan = CPU_PLAN if device.type == "cpu" else GPU_PLAN
+    if device.type == "cpu":
+        plan = CPU_PLAN
+    else:
+        free, _ = torch.cuda.mem_get_info(device)
+        plan = replace(GPU_PLAN, extent=GPU_PLAN.extent.within(free // MEMORY_SHARE))
     if not quick:
         return plan
     extent = plan.extent

@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Any
 
@@ -20,10 +20,11 @@ from stemserve.kernels.cost_model import Costs, correction_key
 from stemserve.kernels.engine_cost import Cost, Float64
 from stemserve.kernels.engine_fit import Measurement
 from stemserve.kernels.layout import AttentionLayout, Int32
-from stemserve.kernels.stopwatch import StrategyBench
+from stemserve.kernels.stopwatch import LAYERS, StrategyBench
 from stemserve.kernels.strategy import TORCH, Kernel, Phase, Strategy, Work
 
 HOPELESS = 5.0  # times the least estimate: never chosen, and not measured
+WIDEST_TOKEN_BYTES = 2 * 2 * 32 * 128  # K and V of 32 KV heads of 128, 16 bits
 SLOW_PLAN_S = 0.02  # nor what takes so long to plan, or would for more pairs of row and token
 
 
@@ -50,6 +51,11 @@ class Extent:
     def rows(self) -> int:
         return max(self.score.rows + self.score.prefix, self.decode.requests)
 
+    def within(self, memory_bytes: int) -> "Extent":
+        """With fewer stored tokens if the inputs would be larger; as of the widest heads."""
+        most = memory_bytes // (LAYERS * WIDEST_TOKEN_BYTES)
+        return replace(self, decode=replace(self.decode, tokens=min(self.decode.tokens, most)))
+
     def draw(self) -> Iterator[tuple[Phase, AttentionLayout]]:
         """Both phases mixed, so that a budget cuts both."""
         scores = islice(score_shapes(self.score), self.score_layouts)
@@ -74,7 +80,7 @@ CPU_EXTENT = Extent(
 )
 GPU_EXTENT = Extent(
     score=ScoreLimits(),
-    score_layouts=280,
+    score_layouts=240,
     decode=DecodeLimits(),
     decode_layouts=80,
     longest_s=0.015,

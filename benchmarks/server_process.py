@@ -5,9 +5,11 @@ import re
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
+from urllib.request import urlopen
 
 STEMSERVE = Path(sys.executable).with_name("stemserve")
 STOP_S = 30.0
@@ -17,9 +19,45 @@ class ServerFailed(Exception):
     """The server did not come up; the message says what it said."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunningServer:
+    address: str  # of its gRPC port
+    metrics_url: str
+    pid: int
+
+    @property
+    def worker_pids(self) -> list[int]:
+        tasks = Path(f"/proc/{self.pid}/task").iterdir()
+        return [int(child) for task in tasks for child in (task / "children").read_text().split()]
+
+    @property
+    def resident_bytes(self) -> int:
+        """Of the server and its workers."""
+        return sum(_resident_bytes(pid) for pid in (self.pid, *self.worker_pids))
+
+    def metric(self, name: str) -> float:
+        """The sum over all labels."""
+        with urlopen(self.metrics_url, timeout=30) as answer:
+            lines = answer.read().decode().splitlines()
+        return sum(
+            float(line.rsplit(" ", 1)[1])
+            for line in lines
+            if re.match(rf"stemserve_{name}(\{{| )", line)
+        )
+
+
 @contextmanager
 def serving(options: Sequence[str], *, log: Path) -> Iterator[str]:
     """The address of a server that is ready; its standard error goes to `log`."""
+    with running_server(options, log=log) as server:
+        yield server.address
+
+
+@contextmanager
+def running_server(
+    options: Sequence[str], *, log: Path, settings: Mapping[str, str] | None = None
+) -> Iterator[RunningServer]:
+    """A server that is ready, and stopped afterwards; `settings` go into its environment."""
     ports = ["--port", "0", "--health-port", "0", "--metrics-port", "0"]
     with log.open("w") as errors:
         process = subprocess.Popen(
@@ -27,10 +65,10 @@ def serving(options: Sequence[str], *, log: Path) -> Iterator[str]:
             stdout=subprocess.PIPE,
             stderr=errors,
             text=True,
-            env=environment(),
+            env=environment() | dict(settings or {}),
         )
         try:
-            yield _address(process, log)
+            yield _ready(process, log)
         finally:
             stop(process)
 
@@ -44,14 +82,24 @@ def stop(process: subprocess.Popen[str]) -> None:
         process.wait()
 
 
-def _address(process: subprocess.Popen[str], log: Path) -> str:
+def _ready(process: subprocess.Popen[str], log: Path) -> RunningServer:
     if process.stdout is None:
         raise ValueError("the server's standard output is not a pipe")
     line = process.stdout.readline()
-    found = re.search(r"gRPC (\S+:\d+)", line)
+    found = re.search(r"gRPC (\S+):(\d+), health \d+, metrics (\d+)", line)
     if found is None:
         raise ServerFailed(f"the server did not start: {line.strip() or log.read_text()[-2000:]}")
-    return found.group(1)
+    host, port, metrics_port = found.groups()
+    return RunningServer(
+        address=f"{host}:{port}",
+        metrics_url=f"http://{host}:{metrics_port}/metrics",
+        pid=process.pid,
+    )
+
+
+def _resident_bytes(pid: int) -> int:
+    pages = int(Path(f"/proc/{pid}/statm").read_text().split()[1])
+    return pages * os.sysconf("SC_PAGE_SIZE")
 
 
 def environment() -> dict[str, str]:

@@ -53,12 +53,14 @@ class CallStatus(grpc.aio.ServerInterceptor):
     ) -> Handler | None:
         handler = await continuation(handler_call_details)
         method = handler_call_details.method
-        if handler is None or not method.startswith(OUR_SERVICES):
-            return handler
-        label = METHOD_LABELS.get(method.rpartition("/")[2])
-        return handler if label is None else self._answering(handler, label)
+        if handler is None:
+            return None
+        ours = method.startswith(OUR_SERVICES)
+        label = METHOD_LABELS.get(method.rpartition("/")[2]) if ours else None
+        return self._answering(handler, label)
 
-    def _answering(self, handler: Handler, label: str) -> Handler:
+    def _answering(self, handler: Handler, label: str | None) -> Handler:
+        """Without a label the calls are not counted: health and reflection."""
         # The stubs describe synchronous handlers only; ours are all asynchronous.
         unary: Any = handler.unary_unary
         stream: Any = handler.unary_stream
@@ -83,7 +85,7 @@ class CallStatus(grpc.aio.ServerInterceptor):
             return grpc.unary_stream_rpc_method_handler(_as_handler(write), *codec)
         return grpc.unary_unary_rpc_method_handler(_as_handler(answer), *codec)
 
-    async def _counted(self, label: str, context: Context, call: Awaitable[Any]) -> Any:
+    async def _counted(self, label: str | None, context: Context, call: Awaitable[Any]) -> Any:
         started = time.monotonic()
         code = "OK"
         try:
@@ -99,12 +101,13 @@ class CallStatus(grpc.aio.ServerInterceptor):
             code = context.code().name
             raise
         except Exception as error:
-            logger.exception("%s failed", label)
+            logger.exception("%s failed", label or "a call")
             fault = unexpected(error)
             code = status_code(fault).name
             await _abort(context, fault)
         finally:
-            self._metrics.finished(label, code, time.monotonic() - started)
+            if label is not None:
+                self._metrics.finished(label, code, time.monotonic() - started)
 
 
 def remaining_deadline(context: Context) -> float | None:

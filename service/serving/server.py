@@ -42,7 +42,8 @@ class Servers:
         """`credentials` None: plaintext."""
         options = _options(max_message_bytes)
         self.rpc = grpc.aio.server(interceptors=interceptors, options=options)
-        self._health = grpc.aio.server(options=options)
+        # The first interceptor answers bytes that are no message, here too.
+        self._health = grpc.aio.server(interceptors=interceptors[:1], options=options)
         for server in (self.rpc, self._health):
             server.add_generic_rpc_handlers((health.handler(),))
         self.ports = BoundPorts(

@@ -91,7 +91,7 @@ class StepLoop:
         self._inbox = inbox
         self._make_batcher = make_batcher
         self._observe = observe
-        self._step_timeout = step_timeout
+        self._watchdog = Watchdog(step_timeout)  # a new worker is as fast as the one before
         self._attached: _Attached | None = None
         self._running: dict[str, float] = {}  # request id -> deadline, inf without one
         self._events: list[Event] = []
@@ -214,7 +214,7 @@ class StepLoop:
             worker=command.worker,
             batcher=batcher,
             steps_in_flight=max(1, command.facts.steps_in_flight),
-            watchdog=Watchdog(self._step_timeout),
+            watchdog=self._watchdog,
         )
 
     def _plan_steps(self) -> None:

@@ -60,8 +60,8 @@ class RemoteWorker:
 class RestartPolicy:
     startup_timeout_s: float = 600.0
     first_delay_s: float = 0.25  # doubled by each loss in a row
-    max_delay_s: float = 30.0
-    settled_after_s: float = 60.0  # a worker that served this long starts the count anew
+    max_delay_s: float = 4.0  # callers wait: a worker that ends at once is tried often enough
+    settled_after_s: float = 10.0  # a worker that served this long starts the count anew
     max_failed_starts: int = 5  # in a row; then the service gives up
 
 
@@ -132,6 +132,7 @@ class WorkerSupervisor:
             settled = time.monotonic() - self._ready_at > self._policy.settled_after_s
             losses = 1 if settled else losses + 1
             _log.error("lost the worker (%s); starting another one", reason)
+            self.kill()  # it owes nothing any more, and may hang
             await self._release()
             await self._restart(losses)
 
@@ -141,7 +142,7 @@ class WorkerSupervisor:
         await self._release()
 
     def kill(self) -> None:
-        """For a process that ends right now."""
+        """End the worker's process at once."""
         if self._host is not None:
             self._host.kill()
 

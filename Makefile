@@ -9,7 +9,7 @@ STAMP := $(VENV)/.installed
 PROTO_VENV := .venv-proto
 PROTOS := $(sort $(wildcard proto/v1/*.proto))
 
-.PHONY: install model demo test bench-cpu bench-ranking bench-yes-no bench-kernels check proto proto-check wheel clean
+.PHONY: install model demo test bench-cpu bench-ranking bench-yes-no bench-kernels load faults fuzz check proto proto-check wheel clean
 
 install: $(STAMP)
 
@@ -46,6 +46,16 @@ bench-ranking: $(STAMP) $(MODEL)
 
 bench-yes-no: $(STAMP) $(MODEL)
 	PYTHONPATH=benchmarks $(BIN)/python benchmarks/bench_yes_no.py $(ARGS)
+
+# A real server and the default model: overload for a minute, faults, bad input.
+load: $(STAMP) $(MODEL)
+	PYTHONPATH=benchmarks $(BIN)/python benchmarks/overload.py --model $(MODEL) $(ARGS)
+
+faults: $(STAMP) $(MODEL)
+	PYTHONPATH=benchmarks $(BIN)/python benchmarks/faults.py --model $(MODEL) $(ARGS)
+
+fuzz: $(STAMP) $(MODEL)
+	PYTHONPATH=benchmarks $(BIN)/python benchmarks/fuzz_server.py --model $(MODEL) $(ARGS)
 
 # On a GPU. Where $(PYTHON) has what it needs and sees a GPU, it is used as it is.
 GPU_READY := import google.rpc, sys, torch, triton; sys.exit(not torch.cuda.is_available())

@@ -118,6 +118,7 @@ class InProcessEngine:
         self.plans: list[worker_pb2.StepPlan] = []
         self._runner = worker.runner
         self._batcher = batcher
+        self.generation = 1
         self._metrics = metrics
         self._in_flight: deque[worker_pb2.StepPlan] = deque()
         self._poisoned: Int32 = np.empty(0, np.int32)
@@ -159,6 +160,12 @@ class InProcessEngine:
 
     async def load(self) -> Load:
         return self._batcher.load()
+
+    async def pin(self, key: str, tokens: Int32, salt: bytes) -> int:
+        return self._batcher.pin(key, tokens, salt)
+
+    async def unpin(self, key: str) -> None:
+        self._batcher.unpin(key)
 
     async def resident_tokens(self, tokens: Int32, salt: bytes) -> int:
         return self._batcher.resident_tokens(tokens, salt)

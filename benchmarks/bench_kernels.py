@@ -124,22 +124,28 @@ def main() -> int:
     except TreeFileError as error:
         print(error, file=sys.stderr)
         return 2
+    output = options.output or results_folder(plan.choices.device) / "kernels.json"
+    known = facts(seed) | {"quick": options.quick}
+
+    def result(measured: Measured) -> dict[str, Any]:
+        seconds = round(time.perf_counter() - started, 1)
+        notes = {"missing_peers": missing | without(plan), "seconds": seconds}
+        return known | notes | result_of(plan, measured)
+
     progress = Progress(plan.steps)
     with torch.inference_mode():
-        measured = run_sections(plan, progress.step)
+        measured = run_sections(plan, progress.step, lambda some: write(output, result(some)))
     progress.close()
-    if plan.choices.lacking is not None:
-        missing["own strategies"] = f"torch's paths stood in: {plan.choices.lacking}"
-    result = facts(seed) | {"quick": options.quick, "missing_peers": missing}
-    result |= result_of(plan, measured)
-    result["seconds"] = round(time.perf_counter() - started, 1)
-    output = options.output or results_folder(plan.choices.device) / "kernels.json"
-    write(output, result)
-    print(report(result))
-    print(f"\nseed {seed}; {result['seconds']:.0f} s; wrote {output}")
-    for line in draw(result, output.parent):
-        print(line)
+    found = result(measured)
+    print(report(found))
+    print(f"\nseed {seed}; {found['seconds']:.0f} s; wrote {output}")
+    print(*draw(found, output.parent), sep="\n")
     return 0
+
+
+def without(plan: RunPlan) -> dict[str, str]:
+    lacking = plan.choices.lacking
+    return {"own strategies": f"torch's paths stood in: {lacking}"} if lacking else {}
 
 
 def write(output: Path, result: dict[str, Any]) -> None:

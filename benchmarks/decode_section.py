@@ -16,6 +16,7 @@ from stemserve.kernels.codec_decode import CodecDecode
 from stemserve.kernels.strategy import Strategy
 
 WRONG = 3e-3  # relative to the norm of the exact result; fp16 rounding costs 3e-4
+FAR = 3.0  # times the best
 CALLS = 8  # of a cold graph, each on the next KV set
 COLD_BYTES = 400 << 20  # of all KV sets, some L2 caches
 
@@ -109,7 +110,7 @@ def _captured(call: Call, kvs: list[LayerKV]) -> Prepared:
     eager = partial(call, kvs[0])
     try:
         one = graph_of([eager])
-        many = graph_of([partial(call, kvs[i % len(kvs)]) for i in range(CALLS)])
+        many = graph_of([partial(call, kvs[i % len(kvs)]) for i in range(CALLS)], warm_calls=0)
     except RuntimeError:  # it synchronizes or allocates on the host: no graph
         torch.cuda.synchronize()
         return Prepared(call=call, one=None, many=None, eager=eager)
@@ -117,16 +118,24 @@ def _captured(call: Call, kvs: list[LayerKV]) -> Prepared:
 
 
 def _in_turns(ready: dict[str, Prepared], rounds: int) -> dict[str, Row]:
-    """In turns, for the clock falls under load; medians of the rounds."""
+    """In turns, for the clock falls under load; medians of the rounds.
+
+    What is far from the best after one round has been measured well enough.
+    """
     warm: dict[str, list[float]] = {name: [] for name in ready}
     cold: dict[str, list[float]] = {name: [] for name in ready}
-    for _ in range(rounds):
-        for name, prepared in ready.items():
+    names = list(ready)
+    for turn in range(rounds):
+        for name in names:
+            prepared = ready[name]
             if prepared.one is None or prepared.many is None:
                 warm[name].append(eager_us(prepared.eager))
             else:
                 warm[name].append(replay_us(prepared.one))
                 cold[name].append(replay_us(prepared.many, CALLS) / CALLS)
+        if turn == 0 and names:
+            best = min(times[0] for times in warm.values())
+            names = [name for name in names if warm[name][0] <= FAR * best]
     return {name: _times(warm[name], cold[name]) for name in ready}
 
 

@@ -10,13 +10,13 @@ import torch
 Call = Callable[[], object]
 
 WARM_CALLS = 3
-LEAST_REPLAYS = 4
+LEAST_REPLAYS = 3
 REPLAY_US = 4e3  # replays of a long call stop after so much
 
 
-def graph_of(calls: Sequence[Call]) -> torch.cuda.CUDAGraph:
+def graph_of(calls: Sequence[Call], warm_calls: int = WARM_CALLS) -> torch.cuda.CUDAGraph:
     """The calls in order, captured; the first runs before, to compile and to allocate."""
-    for _ in range(WARM_CALLS):
+    for _ in range(warm_calls):
         calls[0]()
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()

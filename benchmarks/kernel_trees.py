@@ -18,6 +18,7 @@ Heads = tuple[int, int, int]  # query, KV, head_dim
 
 PAGE_TOKENS = 16
 TREES_FILE = Path(__file__).parent / "data" / "trees.json"
+REFERENCE_BYTES = 1 << 30  # of gathered keys at a time
 BYTES_A_SECOND, FLOPS_A_SECOND = 4.3e12, 790e12  # of an H200; every floor uses them
 
 
@@ -217,16 +218,32 @@ def make_kv(case: Case, dtype: torch.dtype, device: str = "cuda") -> LayerKV:
 
 def reference(case: Case, q: torch.Tensor, kv: LayerKV) -> torch.Tensor:
     """Float64 attention of each leaf over its gathered chain; 0 where the chain is empty."""
-    shape, layout, outs = case.shape, case.layout, list[torch.Tensor]()
-    flat_k, flat_v = kv.k_pages.flatten(0, 1), kv.v_pages.flatten(0, 1)
-    slots = [
-        torch.from_numpy(node_slots(layout, node)).to(q.device) for node in range(layout.num_nodes)
-    ]
-    for row, leaf in enumerate(case.leaves):
-        index = torch.cat([slots[node] for node in layout.chain(leaf)])
-        keys = flat_k[index].double().transpose(0, 1)
-        values = flat_v[index].double().transpose(0, 1)
-        rows = q[row].double().view(shape.kv_heads, shape.group, shape.head_dim)
-        weights = (rows @ keys.transpose(1, 2) * shape.scale).softmax(-1)
-        outs.append((weights @ values).view(shape.query_heads, shape.head_dim))
-    return torch.stack(outs)
+    shape, lengths = case.shape, case.layout.chain_tokens
+    out = q.new_empty(q.shape, dtype=torch.float64)
+    for tokens in np.unique(lengths):
+        rows = np.flatnonzero(lengths == tokens)
+        row_bytes = max(1, int(tokens)) * shape.kv_heads * shape.head_dim * 8
+        parts = min(len(rows), -(-len(rows) * row_bytes // REFERENCE_BYTES))
+        for part in np.array_split(rows, parts):
+            out[torch.from_numpy(part).to(q.device)] = _attend(case, q, kv, part)
+    return out
+
+
+def _attend(
+    case: Case, q: torch.Tensor, kv: LayerKV, rows: NDArray[np.intp]
+) -> torch.Tensor:  # [len(rows), query_heads, head_dim], of rows whose chains are equally long
+    shape = case.shape
+    chains = np.stack([_chain_slots(case, case.leaves[row]) for row in rows])
+    index = torch.from_numpy(chains).to(q.device)
+    keys, values = (
+        pages.flatten(0, 1)[index].double().transpose(1, 2) for pages in (kv.k_pages, kv.v_pages)
+    )
+    queries = q[torch.from_numpy(rows).to(q.device)].double()
+    grouped = queries.view(-1, shape.kv_heads, shape.group, shape.head_dim)
+    weights = (grouped @ keys.transpose(2, 3) * shape.scale).softmax(-1)
+    return (weights @ values).view(-1, shape.query_heads, shape.head_dim)
+
+
+def _chain_slots(case: Case, leaf: int) -> NDArray[np.int64]:
+    chain = case.layout.chain(leaf)
+    return np.concatenate([node_slots(case.layout, node) for node in chain])

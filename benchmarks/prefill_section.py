@@ -4,24 +4,21 @@ import statistics
 from functools import partial
 from typing import Any
 
-import numpy as np
 import torch
 from choices import Choices, worth_timing
 from decode_section import WRONG
 from kernel_clock import eager_us, graph_of, host_ms, replay_us
 from kernel_summary import NO_DIFFERENCE_US, regret
-from kernel_trees import node_slots
-from numpy.typing import NDArray
+from prefill_check import Checked, inputs
 from prefill_shapes import PrefillShape
 
 from stemserve.kernels.attention_state import AttentionState, LayerKV
-from stemserve.kernels.layout import AttentionLayout, HeadShape
+from stemserve.kernels.layout import AttentionLayout
 from stemserve.kernels.strategy import Kernel, Phase, Strategy
 from stemserve.worker.dispatch import Prediction
 
 Row = dict[str, Any]
 
-CHECKED_ROWS = 24  # of the output, beside the first and last
 FULL_PROMPT_BYTES = 16 << 30  # more are not made
 NEAR = 1.15  # times the best
 
@@ -30,11 +27,12 @@ def measure_shape(shape: PrefillShape, choices: Choices, rounds: int) -> Row:
     layout, heads = shape.layout(), shape.heads
     predictions = choices.predictions(Phase.PREFILL, layout, heads)
     q, kv = inputs(layout, heads, choices.dtype)
+    checked = Checked.of(layout, q, kv, heads)
     found: dict[str, Row] = {str(p.kernel): _listed(p) for p in predictions}
     calls: dict[str, partial[AttentionState]] = {}
     for prediction in worth_timing(predictions):
         strategy = choices.strategies(heads)[Phase.PREFILL, prediction.kernel]
-        entry, call = _prepare(strategy, layout, q, kv, heads)
+        entry, call = _prepare(strategy, layout, q, kv, checked)
         found[str(prediction.kernel)] = {"predicted_us": _us(prediction.seconds)} | entry
         if call is not None:
             calls[str(prediction.kernel)] = call
@@ -77,12 +75,12 @@ def _listed(prediction: Prediction) -> Row:
 
 
 def _prepare(
-    strategy: Strategy, layout: AttentionLayout, q: torch.Tensor, kv: LayerKV, heads: HeadShape
+    strategy: Strategy, layout: AttentionLayout, q: torch.Tensor, kv: LayerKV, checked: Checked
 ) -> tuple[Row, partial[AttentionState] | None]:
     try:
         plan = strategy.plan(layout)
         call = partial(strategy.run, plan, q, kv)
-        error = checked_error(layout, q, kv, heads, call().out)
+        error = checked.error(call().out)
         if not error < WRONG:
             return {"wrong": True, "error": error}, None
         entry = {
@@ -133,10 +131,11 @@ def _full_prompts(shape: PrefillShape, choices: Choices, best_seconds: float) ->
     if not shape.grid and able[0].seconds > 10 * best_seconds:
         return {"full_prompts_far_us": _us(able[0].seconds)}
     q, kv = inputs(layout, heads, choices.dtype)
+    checked = Checked.of(layout, q, kv, heads)
     times: dict[str, float] = {}
     for kernel in tried:
         strategy = choices.strategies(heads)[Phase.PREFILL, kernel]
-        entry, call = _prepare(strategy, layout, q, kv, heads)
+        entry, call = _prepare(strategy, layout, q, kv, checked)
         if call is not None:
             times[str(kernel)] = round(eager_us(call, most_calls=10), 2)
     if not times:
@@ -148,55 +147,3 @@ def _full_prompts(shape: PrefillShape, choices: Choices, best_seconds: float) ->
 def _is_tried(found: Prediction, best: Prediction) -> bool:
     near = found.seconds <= 2 * best.seconds
     return found.kernel is best.kernel or (found.kernel is Kernel.NAIVE and near)
-
-
-def inputs(
-    layout: AttentionLayout, heads: HeadShape, dtype: torch.dtype
-) -> tuple[torch.Tensor, LayerKV]:
-    """Random q and K/V; the rows of a stored segment have the K/V that its pages have."""
-    pages = (len(layout.node_pages), layout.page_size, heads.kv_heads, heads.head_dim)
-    k_pages, v_pages = (torch.randn(pages, dtype=dtype, device="cuda") for _ in range(2))
-    rows = (layout.num_rows, heads.kv_heads, heads.head_dim)
-    k_rows, v_rows = (torch.randn(rows, dtype=dtype, device="cuda") for _ in range(2))
-    for segment in np.flatnonzero(~layout.segment_is_item):
-        begin, end = (int(i) for i in layout.segment_indptr[segment : segment + 2])
-        own = torch.from_numpy(chain_slots(layout, int(segment))[begin - end :]).cuda()
-        k_rows[begin:end] = k_pages.flatten(0, 1)[own]
-        v_rows[begin:end] = v_pages.flatten(0, 1)[own]
-    q = torch.randn(layout.num_rows, heads.query_heads, heads.head_dim, dtype=dtype, device="cuda")
-    return q, LayerKV(k_pages, v_pages, k_rows, v_rows)
-
-
-def chain_slots(layout: AttentionLayout, segment: int) -> NDArray[np.int64]:
-    nodes = layout.chain(int(layout.segment_node[segment]))
-    return np.concatenate([np.empty(0, np.int64), *(node_slots(layout, node) for node in nodes)])
-
-
-def checked_error(
-    layout: AttentionLayout, q: torch.Tensor, kv: LayerKV, heads: HeadShape, out: torch.Tensor
-) -> float:
-    """Relative to float64, over the first, the last and some random rows."""
-    drawn = np.random.default_rng(layout.num_rows).integers(0, layout.num_rows, CHECKED_ROWS)
-    rows = [0, layout.num_rows - 1, *(int(row) for row in drawn)]
-    exact = torch.stack([exact_row(layout, q, kv, heads, row) for row in rows])
-    return float((out[rows].double() - exact).norm() / exact.norm())
-
-
-def exact_row(
-    layout: AttentionLayout, q: torch.Tensor, kv: LayerKV, heads: HeadShape, row: int
-) -> torch.Tensor:  # [query_heads, head_dim]
-    segment = int(np.searchsorted(layout.segment_indptr, row, side="right")) - 1
-    begin, end = (int(i) for i in layout.segment_indptr[segment : segment + 2])
-    slots = chain_slots(layout, segment)
-    item = bool(layout.segment_is_item[segment])
-    if not item:
-        slots = slots[: len(slots) - (end - 1 - row)]
-    index = torch.from_numpy(slots).to(q.device)
-    own = slice(begin, row + 1 if item else begin)
-    keys, values = (
-        torch.cat([pages.flatten(0, 1)[index], rows[own]]).double().transpose(0, 1)
-        for pages, rows in ((kv.k_pages, kv.k_rows), (kv.v_pages, kv.v_rows))
-    )
-    queries = q[row].double().view(heads.kv_heads, heads.group, heads.head_dim)
-    weights = (queries @ keys.transpose(1, 2) * heads.scale).softmax(-1)
-    return (weights @ values).view(heads.query_heads, heads.head_dim)

@@ -61,34 +61,58 @@ class Measured:
     no_dram: str | None = None
 
 
-def run_sections(plan: RunPlan, before: Callable[[str], None]) -> Measured:
-    """`before` is told what comes next."""
+def run_sections(
+    plan: RunPlan, before: Callable[[str], None], after: Callable[[Measured], None]
+) -> Measured:
+    """`before` is told what comes next, `after` gets what there is after each section."""
     measured = Measured()
-    if DECODE in plan.sections:
-        others = [peer for peer in plan.peers if peer.name not in TABLE_ONLY]
-        for cases, rows, peers in (
-            (plan.table, measured.table, plan.peers),
-            (plan.trees, measured.trees, others),
-        ):
-            for case in cases:
-                before(case.name)
-                rows.append(decode_row(case, plan, peers))
-                gc.collect()  # FlashInfer's wrappers hold each other
-    if PREFILL in plan.sections:
-        for shape in plan.shapes:
-            before(f"P {shape.prefix} S {shape.item} M {shape.items}")
-            measured.shapes.append(measure_shape(shape, plan.choices, plan.rounds))
-            gc.collect()
-    if DIVISION in plan.sections:
-        before("division")
-        measured.division = division_rows(plan.table, plan.rounds)
-    if PLANS in plan.sections:
-        before("planning")
-        measured.plans = plan_rows(plan)
-    if DRAM in plan.sections:
-        before("DRAM bytes")
-        _count_bytes(measured)
+    gc.collect()
+    gc.freeze()  # collections while measuring then look at what measuring made
+    for section in SECTIONS:
+        if section in plan.sections:
+            _RUN[section](plan, measured, before)
+            after(measured)
     return measured
+
+
+def _decode(plan: RunPlan, measured: Measured, before: Callable[[str], None]) -> None:
+    others = [peer for peer in plan.peers if peer.name not in TABLE_ONLY]
+    for cases, rows, peers in (
+        (plan.table, measured.table, plan.peers),
+        (plan.trees, measured.trees, others),
+    ):
+        for case in cases:
+            before(case.name)
+            rows.append(decode_row(case, plan, peers))
+            gc.collect()  # FlashInfer's wrappers hold each other
+
+
+def _prefill(plan: RunPlan, measured: Measured, before: Callable[[str], None]) -> None:
+    for shape in plan.shapes:
+        before(f"P {shape.prefix} S {shape.item} M {shape.items}")
+        measured.shapes.append(measure_shape(shape, plan.choices, plan.rounds))
+        gc.collect()
+
+
+def _division(plan: RunPlan, measured: Measured, before: Callable[[str], None]) -> None:
+    before("division")
+    measured.division = division_rows(plan.table, plan.rounds)
+
+
+def _plans(plan: RunPlan, measured: Measured, before: Callable[[str], None]) -> None:
+    before("planning")
+    measured.plans = plan_rows(plan)
+
+
+def _dram(plan: RunPlan, measured: Measured, before: Callable[[str], None]) -> None:
+    before("DRAM bytes")
+    try:
+        measured.dram = dram_rows()
+    except NoCounters as reason:
+        measured.no_dram = str(reason)
+
+
+_RUN = {DECODE: _decode, PREFILL: _prefill, DIVISION: _division, PLANS: _plans, DRAM: _dram}
 
 
 def decode_row(case: Case, plan: RunPlan, peers: list[Engine]) -> Row:
@@ -124,10 +148,3 @@ def plan_rows(plan: RunPlan) -> list[Row]:
             codec = plan.choices.strategies(case.shape)[Phase.DECODE, Kernel.CODEC]
             rows.append({"tree": case.name, "requests": requests} | plan_times(case, codec))
     return rows
-
-
-def _count_bytes(measured: Measured) -> None:
-    try:
-        measured.dram = dram_rows()
-    except NoCounters as reason:
-        measured.no_dram = str(reason)

@@ -1,5 +1,6 @@
 from pathlib import Path
 
+import kernel_trees
 import numpy as np
 import pytest
 import torch
@@ -40,6 +41,17 @@ def test_floors_of_the_first_table_are_unique_bytes_at_full_rate() -> None:
 def test_the_reference_is_the_oracle_of_the_kernels(seed: int) -> None:
     torch.default_generator.manual_seed(seed)
     case = random_tree(seed)
+    kv = make_kv(case, torch.float32, "cpu")
+    q = torch.randn(len(case.leaves), case.shape.query_heads, case.shape.head_dim)
+    expected = oracle.attention(case.layout, q, kv, case.shape).out
+    torch.testing.assert_close(reference(case, q, kv), expected)
+
+
+def test_the_reference_takes_chains_that_exceed_its_share_of_memory(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(kernel_trees, "REFERENCE_BYTES", 1)
+    case = random_tree(1)
     kv = make_kv(case, torch.float32, "cpu")
     q = torch.randn(len(case.leaves), case.shape.query_heads, case.shape.head_dim)
     expected = oracle.attention(case.layout, q, kv, case.shape).out

@@ -1,6 +1,6 @@
 import pytest
 import torch
-from prefill_section import chain_slots, checked_error, exact_row
+from prefill_check import Checked, chain_slots, exact_row
 from prefill_shapes import MOST_ITEM_ROWS, PrefillShape, random_shapes, survey_grid
 
 from stemserve.kernels import reference
@@ -30,10 +30,11 @@ def test_every_row_of_a_shape_is_computed_as_the_oracle_does(cached: bool) -> No
     expected = reference.attention(layout, q, kv, HEADS).out
     found = torch.stack([exact_row(layout, q, kv, HEADS, row) for row in range(layout.num_rows)])
     torch.testing.assert_close(found, expected)
-    assert checked_error(layout, q, kv, HEADS, expected) < 1e-6
+    checked = Checked.of(layout, q, kv, HEADS)
+    assert checked.error(expected) < 1e-6
     wrong = expected.clone()
     wrong[-1] += 1
-    assert checked_error(layout, q, kv, HEADS, wrong) > 1e-2
+    assert checked.error(wrong) > 1e-2
 
 
 @pytest.mark.parametrize("cached", [False, True])

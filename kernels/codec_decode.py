@@ -1,7 +1,7 @@
 """Tree decode on a CUDA device: shared pages are read once by all rows below them."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -12,6 +12,7 @@ from torch import Tensor
 from stemserve.kernels import codec_triton
 from stemserve.kernels.attention_state import AttentionState, LayerKV
 from stemserve.kernels.codec_division import Division, PieceCosts
+from stemserve.kernels.codec_hopper import WIDE_TOKENS, HopperTree, hopper_takes
 from stemserve.kernels.codec_pieces import DEFAULT_COSTS, DEFAULT_DIVISION
 from stemserve.kernels.codec_planner import Planner
 from stemserve.kernels.codec_tables import DeviceTables, HostTables
@@ -23,6 +24,9 @@ from stemserve.kernels.strategy import Kernel, Part, Phase, Work
 PAGE_SIZES = tuple(size for size in (8, 16, 32, 64) if size <= STEP_TOKENS)
 LOG2E = 1 / math.log(2)
 KERNELS: Any = codec_triton  # untyped: device code
+# Whether decode takes the kernel of codec_hopper.cu where that can run. Its tests on the CPU pass,
+# and on an H200 those of the version before the present one; see docs/log.md.
+HOPPER = False
 
 
 def _power_of_2(least: int) -> int:
@@ -63,6 +67,7 @@ class DecodePlan:
     partial_out: Tensor  # [kv_heads, partial_rows, head_dim]
     partial_lse: Tensor  # [kv_heads, partial_rows]
     merges: bool
+    arrivals: Tensor  # int64 [kv_heads], where the kernel itself merges
 
     @property
     def work(self) -> Work:
@@ -98,6 +103,7 @@ class CodecDecode:
         phase: Phase = Phase.DECODE,  # in PREFILL segments of any length and items pass too
         division: Division = DEFAULT_DIVISION,
         costs: PieceCosts = DEFAULT_COSTS,
+        hopper: bool = HOPPER,
     ) -> None:
         if shape.scale <= 0 or numbers.k_scale <= 0:
             raise ValueError(
@@ -112,6 +118,15 @@ class CodecDecode:
         self.division = division
         self._costs = costs
         self._processors = processors
+        plain = not (numbers.soft_cap or numbers.window or division.fixed_split)
+        self._hopper = hopper and plain and hopper_takes(shape, numbers.dtype, device)
+
+    @cached_property
+    def hopper(self) -> HopperTree | None:
+        """The faster kernel, compiled when the first plan is made."""
+        if not self._hopper:
+            return None
+        return HopperTree.make(self.shape, self.numbers.dtype, self.device, self.bins)
 
     @cached_property
     def bins(self) -> int:
@@ -146,8 +161,9 @@ class CodecDecode:
             group=self.shape.group,
             bins=self.bins,
             window=self.numbers.window,
-            costs=self._costs,
+            costs=replace(self._costs, wide=WIDE_TOKENS) if self.hopper else self._costs,
             division=self.division,
+            pairs=self.hopper is not None,
         )
 
     def work(self, layout: AttentionLayout) -> Work:
@@ -167,6 +183,7 @@ class CodecDecode:
             ),
             partial_lse=torch.empty(size, dtype=torch.float32, device=self.device),
             merges=host.merges,
+            arrivals=torch.zeros(self.shape.kv_heads, dtype=torch.int64, device=self.device),
         )
 
     def replan(self, plan: DecodePlan, layout: AttentionLayout) -> bool:
@@ -194,8 +211,11 @@ class CodecDecode:
             raise ValueError(f"the heads of a row of q must lie side by side; strides {q.stride()}")
         if plan.tables.capacity.items:
             self._check_own_rows(kv)
-        self._read_tree(plan, q, kv, target)
-        if plan.merges:
+        if self.hopper is not None and self.hopper.takes(plan.tables, q, kv):
+            merged = self._read_on_hopper(self.hopper, plan, q, kv, target)
+        else:
+            merged = self._read_tree(plan, q, kv, target)
+        if plan.merges and not merged:
             self._merge(plan, target)
 
     def _check_own_rows(self, kv: LayerKV) -> None:
@@ -208,7 +228,21 @@ class CodecDecode:
             if rows.stride()[1:] != (self.shape.head_dim, 1):
                 raise ValueError(f"heads of own rows must lie side by side; {rows.stride()}")
 
-    def _read_tree(self, plan: DecodePlan, q: Tensor, kv: LayerKV, target: AttentionState) -> None:
+    def _read_on_hopper(
+        self, hopper: HopperTree, plan: DecodePlan, q: Tensor, kv: LayerKV, target: AttentionState
+    ) -> bool:
+        return hopper.read_tree(
+            plan.tables,
+            AttentionState(plan.partial_out, plan.partial_lse),
+            plan.arrivals,
+            q,
+            kv,
+            target,
+            (self.shape.scale * self.numbers.k_scale * LOG2E, self.numbers.v_scale),
+            plan.merges and self.division.parallel_reduction,
+        )
+
+    def _read_tree(self, plan: DecodePlan, q: Tensor, kv: LayerKV, target: AttentionState) -> bool:
         tables, numbers, shape = plan.tables, self.numbers, self.shape
         scale, cap_scale = shape.scale * numbers.k_scale * LOG2E, 0.0
         if numbers.soft_cap:
@@ -248,6 +282,7 @@ class CodecDecode:
             num_warps=self.launch.warps,
             maxnreg=self.launch.registers,
         )
+        return False
 
     def _merge_block(self, rows: int, columns: int) -> tuple[int, int]:
         """Heads of a program of the merge, and partial results that it loads at once (H200)."""

@@ -37,6 +37,7 @@ class PieceCosts:
     piece: int = 128  # of a piece, beside its tokens
     merge: int = 128  # of a merge, and for each MERGE_ROWS rows of it
     slack: int = 45  # by which a CTA may exceed the mean with the costs of further pieces
+    wide: int = STEP_TOKENS  # of a step of a node that several tiles read
 
     @classmethod
     def of_engine(cls, engine: Engine | None) -> "PieceCosts":

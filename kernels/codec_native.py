@@ -42,7 +42,7 @@ class _Settings(ctypes.Structure):
     _fields_ = [
         *((name, ctypes.c_int32) for name in ("group", "bins", "window")),
         *((name, ctypes.c_int32) for name in ("split", "longest_first", "max_splits")),
-        *((name, ctypes.c_int32) for name in ("piece", "merge", "slack")),
+        *((name, ctypes.c_int32) for name in ("piece", "merge", "slack", "wide")),
     ]
 
 
@@ -81,7 +81,7 @@ class NativePlanner:
         self._settings = _Settings(
             *(group, bins, window),
             *(division.split, division.longest_first, division.max_splits),
-            *(costs.piece, costs.merge, costs.slack),
+            *(costs.piece, costs.merge, costs.slack, costs.wide),
         )
         self._lock = threading.Lock()
 

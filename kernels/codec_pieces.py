@@ -12,6 +12,7 @@ from stemserve.kernels.codec_tiles import STEP_TOKENS, TILE_ROWS, loaded_tokens
 from stemserve.kernels.layout import Int32
 
 MERGE_ROWS = 512  # rows times group
+LEAST_WIDE_STEPS = 4  # of a piece of a wide node
 DEFAULT_COSTS, DEFAULT_DIVISION = PieceCosts(), Division()
 RECORD = 16  # fields of a piece record before its first pages; see `records`
 
@@ -81,7 +82,8 @@ class _Divider:
 
     def _even_pieces(self, wide: Wide, streams: list[int]) -> Cuts:
         """Pieces such that the fullest bin holds least: bisection, from what no division beats."""
-        total = sum(streams) + sum(steps * tiles for steps, tiles in wide)
+        of_wide = self.costs.wide * sum(steps * tiles for steps, tiles in wide)
+        total = sum(streams) + -(-of_wide // STEP_TOKENS)
         longest = -(-max(streams, default=0) // self.division.max_splits)
         low, width = max(2, -(-total // self.bins), longest), 1
         best = self._fitting(wide, streams, low)
@@ -99,13 +101,16 @@ class _Divider:
 
     def _fitting(self, wide: Wide, streams: list[int], most: int) -> Cuts | None:
         """Pieces of about `most` steps a bin, or None if the bins do not hold them."""
-        of_wide = _cut_wide(wide, most)
+        # Where two bins share what they read of a wide node, all bins read such nodes.
+        spread = self.bins if self.costs.wide < STEP_TOKENS else 0
+        of_wide = _cut_wide(wide, max(1, most * STEP_TOKENS // self.costs.wide), spread)
         free = self.bins - len(of_wide)
-        if free < 0 or free * most + sum(most - piece[3] for piece in of_wide) < sum(streams):
+        spent = self.costs.wide * sum(piece[3] for piece in of_wide)
+        if free < 0 or self.bins * most * STEP_TOKENS < sum(streams) * STEP_TOKENS + spent:
             return None
         full = most * STEP_TOKENS + self.costs.slack
         room = [(full, self.bins - 1 - place) for place in range(free)]
-        room += [(full - self.costs.piece - piece[3] * STEP_TOKENS, piece[0]) for piece in of_wide]
+        room += [(full - self.costs.piece - p[3] * self.costs.wide, p[0]) for p in of_wide]
         of_streams = self._cut_streams(streams, [e for e in room if e[0] >= STEP_TOKENS])
         return None if of_streams is None else (of_wide, of_streams)
 
@@ -132,11 +137,22 @@ class _Divider:
         return pieces
 
 
-def _cut_wide(wide: Wide, most: int) -> list[WideCut]:
-    """Cut each wide region alike for all its tiles, a bin a piece of at most `most` steps."""
+def _cut_wide(wide: Wide, most: int, bins: int) -> list[WideCut]:
+    """Cut each wide region alike for all its tiles, a bin a piece of at most `most` steps.
+
+    There are more pieces than that needs, up to `bins`.
+    """
+    counts = [-(-steps // most) for steps, _ in wide]
+    spare = bins - sum(cuts * tiles for cuts, (_, tiles) in zip(counts, wide, strict=True))
+    while wide:
+        longest = max(range(len(wide)), key=lambda region: wide[region][0] / counts[region])
+        spare -= wide[longest][1]
+        if spare < 0 or wide[longest][0] < LEAST_WIDE_STEPS * (counts[longest] + 1):
+            break
+        counts[longest] += 1
     pieces: list[WideCut] = []
     for region, (steps, tiles) in enumerate(wide):
-        cuts = -(-steps // most)
+        cuts = counts[region]
         for cut in range(cuts):
             start, stop = cut * steps // cuts, (cut + 1) * steps // cuts
             owner = len(pieces)

@@ -1,15 +1,17 @@
 """Plans of the tree kernel on the host: by the planner in C, or in numpy where there is none."""
 
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from stemserve.kernels.c_library import CLibraryError
 from stemserve.kernels.codec_division import Division, PieceCosts
 from stemserve.kernels.codec_fixed_tables import fixed_plan
 from stemserve.kernels.codec_native import NativePlanner
+from stemserve.kernels.codec_pairs import pair_bins
 from stemserve.kernels.codec_pieces import divide
 from stemserve.kernels.codec_streams import tile_streams
 from stemserve.kernels.codec_tables import HostTables, host_tables
+from stemserve.kernels.codec_tiles import STEP_TOKENS
 from stemserve.kernels.layout import AttentionLayout
 
 log = logging.getLogger(__name__)
@@ -41,6 +43,7 @@ class Planner:
     window: int
     costs: PieceCosts
     division: Division
+    pairs: bool = False  # put bins together that read alike, for the kernel of codec_hopper.cu
     numpy_plans: int = 0  # made without the planner in C
     _native: NativePlanner | None = None
     _last: HostTables | None = None
@@ -48,8 +51,22 @@ class Planner:
     def plan(self, layout: AttentionLayout) -> HostTables:
         last = self._last
         if last is None or last.layout is not layout:
-            last = self._last = self._plan(layout)
+            last = self._last = self._paired(self._plan(layout))
         return last
+
+    def _paired(self, host: HostTables) -> HostTables:
+        if not self.pairs:
+            return host
+        streams = host.streams
+        records = pair_bins(
+            host.records,
+            streams.words,
+            streams.masks,
+            self.bins,
+            STEP_TOKENS // host.layout.page_size,
+            int(streams.region_step[streams.num_wide]),
+        )
+        return replace(host, records=records)
 
     def _plan(self, layout: AttentionLayout) -> HostTables:
         if self.division.fixed_split:

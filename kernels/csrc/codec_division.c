@@ -9,12 +9,37 @@ static piece make_piece(int32_t bin, int32_t tile, int32_t first, int32_t steps)
 
 static int64_t cost_of(int32_t steps) { return (int64_t)steps * STEP_TOKENS; }
 
+static int32_t wide_steps(const divider *d, int32_t region) {
+    return d->region_step[region + 1] - d->region_step[region];
+}
+
+/* How often each wide region is cut. Where two bins share what they read of it, all bins take part. */
+static int count_cuts(divider *d, int32_t longest) {
+    int64_t spare = d->bins;
+    for (int32_t w = 0; w < d->wide; w++) {
+        d->wide_cuts[w] = over(wide_steps(d, w), longest);
+        spare -= (int64_t)d->wide_cuts[w] * d->wide_tiles[w];
+    }
+    if (spare < 0) return 0;
+    while (d->wide && d->set->wide_cost < STEP_TOKENS) {
+        int32_t top = 0;
+        for (int32_t w = 1; w < d->wide; w++)
+            if ((int64_t)wide_steps(d, w) * d->wide_cuts[top]
+                > (int64_t)wide_steps(d, top) * d->wide_cuts[w])
+                top = w;
+        spare -= d->wide_tiles[top];
+        if (spare < 0 || wide_steps(d, top) < LEAST_WIDE_STEPS * (d->wide_cuts[top] + 1)) break;
+        d->wide_cuts[top]++;
+    }
+    return 1;
+}
+
 /* Each wide region cut alike for all its tiles, a bin a piece. False if there are too few bins. */
 static int cut_wide(divider *d, int32_t longest) {
     d->count = 0;
+    if (!count_cuts(d, longest)) return 0;
     for (int32_t w = 0; w < d->wide; w++) {
-        int32_t steps = d->region_step[w + 1] - d->region_step[w], cuts = over(steps, longest);
-        if ((int64_t)cuts * d->wide_tiles[w] > d->bins - d->count) return 0;
+        int32_t steps = wide_steps(d, w), cuts = d->wide_cuts[w];
         for (int32_t cut = 0; cut < cuts; cut++) {
             int32_t start = (int32_t)((int64_t)cut * steps / cuts);
             int32_t stop = (int32_t)((int64_t)(cut + 1) * steps / cuts);
@@ -61,16 +86,19 @@ static int cut_streams(divider *d, int32_t rooms) {
 
 /* Pieces of about `longest` steps a bin; false if the bins do not hold them. */
 static int fits(divider *d, int64_t longest) {
-    int64_t full = longest * STEP_TOKENS + d->set->slack, space;
+    int64_t full = longest * STEP_TOKENS + d->set->slack, of_wide_steps;
     int32_t rooms = 0, of_wide;
-    if (longest > INT32_MAX || !cut_wide(d, (int32_t)longest)) return 0;
+    if (longest > INT32_MAX) return 0;
+    of_wide_steps = longest * STEP_TOKENS / d->set->wide_cost;
+    if (of_wide_steps < 1) of_wide_steps = 1;
+    if (of_wide_steps > INT32_MAX || !cut_wide(d, (int32_t)of_wide_steps)) return 0;
     of_wide = d->count;
-    space = (d->bins - of_wide) * longest;
-    for (int32_t i = 0; i < of_wide; i++) space += longest - d->pieces[i].steps;
-    if (space < d->stream_total) return 0;
+    if (d->bins * longest * STEP_TOKENS
+        < d->stream_total * STEP_TOKENS + d->wide_total * d->set->wide_cost)
+        return 0;
     for (int32_t i = 0; i < d->bins - of_wide; i++) d->room[rooms++] = (room){full, d->bins - 1 - i};
     for (int32_t i = 0; i < of_wide; i++) {
-        int64_t left = full - d->set->piece_cost - cost_of(d->pieces[i].steps);
+        int64_t left = full - d->set->piece_cost - (int64_t)d->pieces[i].steps * d->set->wide_cost;
         if (left >= STEP_TOKENS) d->room[rooms++] = (room){left, d->pieces[i].bin};
     }
     return cut_streams(d, rooms);
@@ -79,7 +107,8 @@ static int fits(divider *d, int64_t longest) {
 /* Such that the fullest bin holds least: bisection, from what no division beats. */
 static void even_pieces(divider *d) {
     int64_t low = most(2, over(d->longest_stream, d->set->max_splits)), width = 1, high;
-    int64_t mean = (d->stream_total + d->wide_total + d->bins - 1) / d->bins;
+    int64_t of_wide = (d->wide_total * d->set->wide_cost + STEP_TOKENS - 1) / STEP_TOKENS;
+    int64_t mean = (d->stream_total + of_wide + d->bins - 1) / d->bins;
     if (mean > low) low = mean;
     if (fits(d, low)) return;
     while (!fits(d, low + width)) {

@@ -10,6 +10,7 @@ typedef struct {
     const settings *set;
     const int32_t *region_step; /* [wide + tiles + 1] */
     const int32_t *wide_first, *wide_tiles; /* [wide] first tile of each region, tiles that read it */
+    int32_t *wide_cuts; /* [wide] */
     int32_t bins, wide, tiles, longest_stream, limit, count;
     int64_t stream_total, wide_total; /* steps */
     piece *pieces, *other; /* [limit]; `low` of a wide region's pieces is -1 - region */

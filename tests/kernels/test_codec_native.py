@@ -20,6 +20,7 @@ from stemserve.kernels.codec_native import SOURCES, NativePlanner
 from stemserve.kernels.codec_pieces import Pieces
 from stemserve.kernels.codec_planner import Planner, numpy_plan
 from stemserve.kernels.codec_streams import TileStreams
+from stemserve.kernels.codec_tiles import STEP_TOKENS
 from stemserve.kernels.layout import AttentionLayout, int32
 
 COSTS, DIVISION = PieceCosts(), Division()
@@ -92,7 +93,9 @@ def test_random_decoding_gives_the_same_tables(seed: int) -> None:
 def test_wide_nodes_give_the_same_tables(widths: tuple[list[int], list[int]]) -> None:
     nodes = levels(*widths)
     for bins in (5, 33, 66):
-        assert_equal(layout_of(nodes, leaves_of(nodes)), 4, bins)
+        for cost in (STEP_TOKENS, 48, 7):
+            layout = layout_of(nodes, leaves_of(nodes))
+            assert_equal(layout, 4, bins, costs=PieceCosts(wide=cost))
 
 
 def test_a_long_prefix_of_the_same_step_gives_the_same_tables() -> None:

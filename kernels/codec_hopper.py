@@ -1,0 +1,170 @@
+"""Tree decode by the kernel of codec_hopper.cu: what it takes, and its launch."""
+
+import ctypes
+import logging
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from stemserve.kernels.attention_state import AttentionState, LayerKV
+from stemserve.kernels.codec_pieces import RECORD
+from stemserve.kernels.codec_tables import DeviceTables
+from stemserve.kernels.codec_tiles import MASKED, PAGE_BITS, TILE_ROWS
+from stemserve.kernels.cuda_program import CudaError, CudaKernel, TensorMap, tensor_map
+from stemserve.kernels.layout import HeadShape
+
+log = logging.getLogger(__name__)
+
+FILES = (
+    "hopper.cuh",
+    "codec_hopper_weights.cuh",
+    "codec_hopper_pages.cuh",
+    "codec_hopper_walk.cuh",
+    "codec_hopper_results.cuh",
+    "codec_hopper.cu",
+)
+CAPABILITY = (9, 0)
+HEAD_DIMS = (64, 128)
+DTYPES = (torch.float16, torch.bfloat16)
+PAGE = 16
+THREADS = 384
+SHARED_BYTES = 2 * (3 + 4) * 64 * 128 * 2 + 1024  # slots of keys and values in two rings; alignment
+WIDE_TOKENS = 48  # cost of a step of which two bins share the load (H200)
+MERGED_ROWS = 64  # up to here the kernel itself merges
+MERGED_COLUMNS = 64  # partial results of a row that it can merge
+KEPT_MAPS = 1024
+
+
+def constants(head_dim: int, dtype: torch.dtype) -> dict[str, int]:
+    """What the sources take as macros."""
+    return {
+        "DIM": head_dim,
+        "BF16": int(dtype == torch.bfloat16),
+        "RECORD": RECORD,
+        "MASKED": MASKED,
+        "PAGE_BITS": PAGE_BITS,
+        "TILE_ROWS": TILE_ROWS,
+    }
+
+
+def hopper_takes(shape: HeadShape, dtype: torch.dtype, device: torch.device) -> bool:
+    cuda: Any = torch.cuda  # partly untyped
+    return (
+        device.type == "cuda"
+        and cuda.get_device_capability(device) == CAPABILITY
+        and dtype in DTYPES
+        and shape.head_dim in HEAD_DIMS
+    )
+
+
+POINTERS = (
+    *("q", "records", "words", "masks", "partial_out", "partial_lse", "out", "lse"),
+    *("rows", "merge_count", "merge", "arrivals"),
+)
+INTEGERS = (
+    *("q_stride", "partial_rows", "record_size", "bins"),
+    *("heads", "kv_heads", "columns", "merged_rows"),
+)
+FLOATS = ("scale", "v_scale")
+
+
+class Arguments(ctypes.Structure):
+    """Those of `tree_kernel` after the tensor maps."""
+
+    _fields_ = [
+        *((name, ctypes.c_void_p) for name in POINTERS),
+        *((name, ctypes.c_int32) for name in INTEGERS),
+        *((name, ctypes.c_float) for name in FLOATS),
+    ]
+
+
+OFFSETS: list[int] = [getattr(Arguments, name).offset for name in POINTERS + INTEGERS + FLOATS]
+Place = tuple[int, torch.Size, tuple[int, ...]]  # address, shape and strides
+
+
+@dataclass(kw_only=True)
+class HopperTree:
+    """The kernel for one shape of heads; two bins of a head share a block."""
+
+    shape: HeadShape
+    bins: int
+    kernel: CudaKernel
+    merges_inside: bool  # all blocks run at once, so that they may wait for each other
+    _maps: dict[Place, TensorMap] = field(default_factory=dict[Place, TensorMap])
+
+    @classmethod
+    def make(
+        cls, shape: HeadShape, dtype: torch.dtype, device: torch.device, bins: int
+    ) -> "HopperTree | None":
+        """None, with a warning, where the kernel cannot be compiled or loaded."""
+        options = [
+            "--gpu-architecture=sm_90a",
+            *(f"-D{name}={value}" for name, value in constants(shape.head_dim, dtype).items()),
+        ]
+        cuda: Any = torch.cuda  # partly untyped
+        try:
+            with cuda.device(device):
+                kernel = CudaKernel(FILES, "tree_kernel", options, SHARED_BYTES)
+        except CudaError as error:
+            log.warning("tree decode runs without its Hopper kernel, slower: %s", error)
+            return None
+        processors: int = cuda.get_device_properties(device).multi_processor_count
+        blocks = block_count(bins, shape.kv_heads)
+        return cls(shape=shape, bins=bins, kernel=kernel, merges_inside=blocks <= processors)
+
+    def takes(self, tables: DeviceTables, q: Tensor, kv: LayerKV) -> bool:
+        """Items, and pages of another format or size, are left to the Triton kernel."""
+        pages = (kv.k_pages, kv.v_pages)
+        alike = all(p.dtype == q.dtype and p.shape[1] == PAGE for p in pages)
+        return alike and not tables.capacity.items
+
+    def read_tree(
+        self,
+        tables: DeviceTables,
+        partial: AttentionState,
+        arrivals: Tensor,  # int64 [kv_heads], of this plan only
+        q: Tensor,
+        kv: LayerKV,
+        target: AttentionState,
+        scales: tuple[float, float],  # of scores, to base 2; of values
+        merge: bool,
+    ) -> bool:
+        """Attention of all rows, or partial results; whether these are merged."""
+        capacity, shape = tables.capacity, self.shape
+        inside = merge and self.merges_inside
+        inside = inside and capacity.rows <= MERGED_ROWS and capacity.columns <= MERGED_COLUMNS
+        if q.data_ptr() % 16 or q.stride(0) % 8:  # rows are read 16 bytes at a time
+            q = q.contiguous()
+        arguments = Arguments(
+            *(q.data_ptr(), tables.records.data_ptr()),
+            *(tables.words.data_ptr(), tables.masks.data_ptr()),
+            *(partial.out.data_ptr(), partial.lse.data_ptr()),
+            *(target.out.data_ptr(), target.lse.data_ptr()),
+            *(tables.rows.data_ptr(), tables.merge_count.data_ptr()),
+            *(tables.merge.data_ptr(), arrivals.data_ptr()),
+            *(q.stride(0), partial.lse.shape[1], tables.records.shape[1], self.bins),
+            *(shape.query_heads, shape.kv_heads),
+            *(capacity.columns, capacity.rows if inside else 0),
+            *scales,
+        )
+        maps = [self._map(kv.k_pages), self._map(kv.v_pages)]
+        base = ctypes.addressof(arguments)
+        addresses = [ctypes.addressof(m) for m in maps] + [base + offset for offset in OFFSETS]
+        self.kernel.launch(block_count(self.bins, shape.kv_heads), THREADS, addresses)
+        return inside
+
+    def _map(self, pages: Tensor) -> TensorMap:
+        key = (pages.data_ptr(), pages.shape, pages.stride())
+        found = self._maps.get(key)
+        if found is None:
+            if len(self._maps) >= KEPT_MAPS:
+                self._maps.clear()
+            found = self._maps[key] = tensor_map(pages, (64, 1, PAGE, 1))
+        return found
+
+
+def block_count(bins: int, kv_heads: int) -> int:
+    """Pairs of bins of a head; where their number is odd, the last ones of two heads are a pair."""
+    return bins // 2 * kv_heads + bins % 2 * -(-kv_heads // 2)

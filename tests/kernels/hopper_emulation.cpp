@@ -1,0 +1,37 @@
+// Entry of the emulated kernel: the arguments of `tree_kernel`, with tensors in place of maps.
+struct Arguments {  // as in codec_hopper.py
+    const u16* q;
+    const int* records;
+    const int4 *words, *masks;
+    void* partial_out;
+    float* partial_lse;
+    u16* out;
+    float* lse;
+    const int *rows, *merge_count, *merge;
+    u64* arrivals;
+    int q_stride, partial_rows, record_size, bins, heads, kv_heads, columns, merged_rows;
+    float scale, v_scale;
+};
+
+struct Tensor {
+    const u16* base;
+    int64_t sizes[4], strides[4];
+};
+
+static TensorMap map_of(const Tensor& tensor) {
+    TensorMap map;
+    map.base = tensor.base;
+    memcpy(map.sizes, tensor.sizes, sizeof map.sizes);
+    memcpy(map.strides, tensor.strides, sizeof map.strides);
+    return map;
+}
+
+extern "C" bool run_tree_kernel(int blocks, const Tensor* tensors, const Arguments* a) {
+    return run_blocks(blocks, THREADS, [&] {
+        tree_kernel(
+            map_of(tensors[0]), map_of(tensors[1]), a->q, a->records, a->words, a->masks, a->partial_out, a->partial_lse, a->out, a->lse,
+            a->rows, a->merge_count, a->merge, a->arrivals, a->q_stride, a->partial_rows,
+            a->record_size, a->bins, a->heads, a->kv_heads, a->columns, a->merged_rows, a->scale,
+            a->v_scale);
+    });
+}

@@ -1,0 +1,262 @@
+"""The Hopper kernel of tree decode against attention in float64.
+
+Without a GPU its source runs on a CPU, with the functions of hopper.cuh emulated: every thread of
+every block, with all that they wait for. A run in which nobody can go on fails.
+"""
+
+import ctypes
+import shutil
+import subprocess
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from tests.kernels.codec_checks import DEVICE, ERROR, assert_close, expected, run_poisoned
+from tests.kernels.codec_forests import Nodes, layout_of, leaves_of, levels, random_kv
+
+from stemserve.kernels.attention_state import AttentionState
+from stemserve.kernels.codec_decode import LOG2E, CodecDecode, DecodeNumbers
+from stemserve.kernels.codec_division import Division, PieceCosts
+from stemserve.kernels.codec_hopper import (
+    FILES,
+    WIDE_TOKENS,
+    Arguments,
+    block_count,
+    constants,
+    hopper_takes,
+)
+from stemserve.kernels.codec_pairs import NEXT, OTHER_BASE, SHARED, STEPS
+from stemserve.kernels.codec_planner import Planner
+from stemserve.kernels.codec_tables import DeviceTables, HostTables
+from stemserve.kernels.cuda_program import SOURCES
+from stemserve.kernels.layout import AttentionLayout, HeadShape
+
+HERE = Path(__file__).parent
+HEADS = HeadShape(query_heads=32, kv_heads=8, head_dim=128, scale=128**-0.5)
+on_hopper = pytest.mark.skipif(
+    not hopper_takes(HEADS, torch.float16, DEVICE), reason="needs a Hopper GPU"
+)
+emulated = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
+
+
+class _Tensor(ctypes.Structure):
+    _fields_ = [
+        ("base", ctypes.c_void_p),
+        ("sizes", ctypes.c_int64 * 4),
+        ("strides", ctypes.c_int64 * 4),
+    ]
+
+
+def _tensor(pages: torch.Tensor) -> _Tensor:
+    four = ctypes.c_int64 * 4
+    return _Tensor(pages.data_ptr(), four(*reversed(pages.shape)), four(*reversed(pages.stride())))
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("hopper")
+
+
+def library(folder: Path, dim: int, dtype: torch.dtype) -> ctypes.CDLL:
+    path = folder / f"kernel-{dim}-{dtype}.so"
+    if not path.exists():
+        source = folder / "kernel.cpp"
+        parts = [HERE / "hopper_emulation.h", *(SOURCES / file for file in FILES[1:])]
+        parts.append(HERE / "hopper_emulation.cpp")
+        source.write_text("".join(part.read_text() for part in parts))
+        macros = [f"-D{name}={value}" for name, value in constants(dim, dtype).items()]
+        flags = ["-std=c++20", "-O2", "-fPIC", "-shared", "-w"]
+        subprocess.run(["g++", *flags, *macros, "-o", path, source], check=True)
+    return ctypes.CDLL(str(path))
+
+
+def plan_of(layout: AttentionLayout, group: int, bins: int) -> HostTables:
+    costs = PieceCosts(wide=WIDE_TOKENS)
+    planner = Planner(
+        group=group, bins=bins, window=0, costs=costs, division=Division(), pairs=True
+    )
+    return planner.plan(layout)
+
+
+def check(
+    folder: Path,
+    layout: AttentionLayout,
+    heads: tuple[int, int, int],
+    bins: int,
+    dtype: torch.dtype = torch.float16,
+) -> HostTables:
+    """Twice, as the counters of those that have finished are not reset."""
+    query_heads, kv_heads, dim = heads
+    shape = HeadShape(query_heads=query_heads, kv_heads=kv_heads, head_dim=dim, scale=dim**-0.5)
+    host = plan_of(layout, shape.group, bins)
+    tables = DeviceTables.make(host, torch.device("cpu"))
+    kv = random_kv(layout, shape, dtype, torch.device("cpu"))
+    fused = torch.randn((layout.num_rows, query_heads + 2 * kv_heads, dim)).to(dtype)
+    q = fused[:, :query_heads]
+    partial_rows = max(1, tables.capacity.partial_rows)
+    part_dtype = torch.float16 if dtype == torch.float16 else torch.float32
+    parts = torch.full((kv_heads, partial_rows, dim), torch.nan, dtype=part_dtype)
+    part_lse = torch.full((kv_heads, partial_rows), torch.nan)
+    arrivals = torch.zeros(kv_heads, dtype=torch.int64)
+    for _ in range(2):
+        out, lse = torch.full_like(q, torch.nan), torch.full(q.shape[:2], torch.nan)
+        out = out.contiguous()
+        arguments = Arguments(
+            *(q.data_ptr(), tables.records.data_ptr()),
+            *(tables.words.data_ptr(), tables.masks.data_ptr()),
+            *(parts.data_ptr(), part_lse.data_ptr(), out.data_ptr(), lse.data_ptr()),
+            *(tables.rows.data_ptr(), tables.merge_count.data_ptr()),
+            *(tables.merge.data_ptr(), arrivals.data_ptr()),
+            *(q.stride(0), partial_rows, tables.records.shape[1], bins, query_heads, kv_heads),
+            *(tables.capacity.columns, layout.num_rows if host.merges else 0),
+            *(shape.scale * LOG2E, 1.0),
+        )
+        tensors = (_Tensor * 2)(_tensor(kv.k_pages), _tensor(kv.v_pages))
+        blocks = block_count(bins, kv_heads)
+        run = library(folder, dim, dtype).run_tree_kernel
+        run.restype = ctypes.c_bool
+        assert run(blocks, tensors, ctypes.byref(arguments)), "the threads wait for each other"
+        state = AttentionState(out, lse)
+        assert_close(state, expected(layout, q, kv, shape), ERROR[dtype])
+    return host
+
+
+TREES: dict[str, tuple[Nodes, tuple[int, int], int]] = {
+    "two levels": ([(-1, 96), (0, 20), (0, 33), (0, 16)], (8, 2), 3),
+    "no rows below some nodes": ([(-1, 64), (0, 0), (0, 0), (1, 0), (1, 7), (2, 40)], (4, 1), 3),
+    "several roots": ([(-1, 48), (-1, 5), (0, 17), (0, 1), (1, 30), (-1, 64)], (6, 2), 2),
+    "a group of 7": ([(-1, 100), *[(0, 3 + leaf) for leaf in range(12)]], (7, 1), 4),
+    "a group of 1": ([(-1, 70), (0, 3), (0, 128)], (3, 3), 2),
+}
+
+
+@emulated
+@pytest.mark.parametrize("name", TREES)
+def test_trees_equal_float64_attention(folder: Path, name: str) -> None:
+    nodes, (query_heads, kv_heads), bins = TREES[name]
+    check(folder, layout_of(nodes, leaves_of(nodes)), (query_heads, kv_heads, 128), bins)
+
+
+@emulated
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("tokens", [700, 1500])
+def test_wide_nodes_are_loaded_once_for_two_tiles(
+    folder: Path, dtype: torch.dtype, tokens: int
+) -> None:
+    """An even and an odd number of steps, and parts that come after other pieces."""
+    nodes: Nodes = [(-1, tokens), *[(0, 30)] * 20]
+    dim = 128 if dtype == torch.float16 else 64
+    host = check(folder, layout_of(nodes, leaves_of(nodes)), (4, 1, dim), 4, dtype)
+    assert host.streams.num_wide == 1
+    assert (host.records[:, SHARED] % 2 == 1).any() or tokens != 700
+    assert (host.records[:4, SHARED] == 0).any() and (host.records[4:, SHARED] > 0).any()
+
+
+@emulated
+def test_tiles_that_begin_alike_share_their_first_steps(folder: Path) -> None:
+    nodes = levels([1, 2, 4, 80], [300, 40, 16, 20])
+    host = check(folder, layout_of(nodes, leaves_of(nodes)), (4, 1, 128), 4)
+    shared, steps = host.records[:, SHARED], host.records[:, STEPS]
+    assert host.streams.num_wide == 0
+    assert ((shared > 0) & (shared < steps)).any()
+
+
+@emulated
+def test_segments_of_several_rows(folder: Path) -> None:
+    nodes: Nodes = [(-1, 48), (0, 20), (0, 5), (-1, 37)]
+    check(folder, layout_of(nodes, [(1, 18), (2, 5), (3, 1)]), (8, 2, 128), 3)
+
+
+@emulated
+@pytest.mark.parametrize("seed", range(3))
+def test_random_forests(folder: Path, seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    nodes: Nodes = []
+    for node in range(int(rng.integers(1, 20))):
+        parent = int(rng.integers(-1, node)) if node else -1
+        nodes.append((parent, int(rng.choice([0, 1, 16, 17, 100]))))
+    segments = [(int(node), 1) for node in rng.integers(-1, len(nodes), int(rng.integers(1, 50)))]
+    check(folder, layout_of(nodes, segments, rng=rng), (4, 1, 64), 5)
+
+
+@pytest.mark.parametrize(
+    "widths",
+    [([1, 64], [8192, 256]), ([1, 50], [20000, 200]), ([1, 4, 16, 512], [1024, 256, 128, 32])],
+    ids=str,
+)
+def test_partners_agree_on_what_they_share(widths: tuple[list[int], list[int]]) -> None:
+    """And on how many stages each ring holds before."""
+    nodes, bins = levels(*widths), 33
+    host = plan_of(layout_of(nodes, leaves_of(nodes)), 4, bins)
+    records = host.records
+    words = host.streams.words.reshape(-1, 4)
+    read = 0
+    for first in range(0, bins - 1, 2):
+        shares: list[list[tuple[int, ...]]] = []
+        for head in (first, first + 1):
+            base, at, found = 0, head, list[tuple[int, ...]]()
+            while at >= 0:
+                steps, start, shared = (int(n) for n in records[at, [STEPS, 3, SHARED]])
+                if shared:
+                    found.append((base, int(records[at, OTHER_BASE]), shared, start))
+                base += steps - shared + (shared + 1) // 2
+                read += steps
+                at = int(records[at, NEXT])
+            shares.append(found)
+        assert len(shares[0]) == len(shares[1])
+        for one, other in zip(*shares, strict=True):
+            assert one[:2] == other[1::-1] and one[2] == other[2]
+            of_one, of_other = (words[start : start + one[2]] for start in (one[3], other[3]))
+            assert np.array_equal(of_one, of_other)
+    assert not records[bins - 1, SHARED]
+    assert read + int(records[bins - 1, STEPS]) == host.pieces.steps.sum()
+    assert records[:, SHARED].any()
+
+
+def on_gpu(layout: AttentionLayout, heads: tuple[int, int, int], dtype: torch.dtype) -> None:
+    query_heads, kv_heads, dim = heads
+    shape = HeadShape(query_heads=query_heads, kv_heads=kv_heads, head_dim=dim, scale=dim**-0.5)
+    decode = CodecDecode(shape, DEVICE, DecodeNumbers(dtype=dtype), hopper=True)
+    assert decode.hopper is not None
+    kv = random_kv(layout, shape, dtype, DEVICE)
+    fused = torch.randn((layout.num_rows, query_heads + 2 * kv_heads, dim)).to(dtype).to(DEVICE)
+    q = fused[:, :query_heads]
+    plan = decode.plan(layout)
+    state = run_poisoned(decode, plan, q, kv)
+    assert_close(state, expected(layout, q, kv, shape), ERROR[dtype])
+    again = run_poisoned(decode, plan, q, kv)
+    assert torch.equal(state.out, again.out) and torch.equal(state.lse, again.lse)
+
+
+@pytest.mark.gpu
+@on_hopper
+@pytest.mark.parametrize("fan_out", [1, 15, 40, 257])
+@pytest.mark.parametrize("heads", [(32, 8, 128), (28, 4, 64), (16, 1, 128)], ids=str)
+def test_fans_on_a_gpu(heads: tuple[int, int, int], fan_out: int) -> None:
+    nodes: Nodes = [(-1, 9000), *[(0, 1 + leaf % 40) for leaf in range(fan_out)]]
+    on_gpu(layout_of(nodes, leaves_of(nodes)), heads, torch.float16)
+
+
+@pytest.mark.gpu
+@on_hopper
+@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_random_forests_on_a_gpu(dtype: torch.dtype, seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    nodes: Nodes = []
+    for node in range(int(rng.integers(1, 200))):
+        parent = int(rng.integers(-1, node)) if node else -1
+        nodes.append((parent, int(rng.choice([0, 1, 16, 17, 100, 700]))))
+    segments = [(int(node), 1) for node in rng.integers(-1, len(nodes), int(rng.integers(1, 300)))]
+    on_gpu(layout_of(nodes, segments, rng=rng), (28, 4, 128), dtype)
+
+
+@pytest.mark.gpu
+@on_hopper
+def test_several_rows_a_segment_on_a_gpu() -> None:
+    nodes: Nodes = [(-1, 48), (0, 20), (0, 5), (-1, 37)]
+    on_gpu(layout_of(nodes, [(1, 18), (2, 5), (3, 1)]), (8, 2, 128), torch.float16)

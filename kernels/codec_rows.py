@@ -31,8 +31,8 @@ class RowRuns:
     position: Int32  # [runs] place of its first token in the chain
     pages: Int32  # [runs]
     tokens: Int32  # [runs] tokens in the last page
-    seen: Int32  # [runs] of these, tokens that row `low` sees
-    causal: Int32  # [runs] 1: row low + i sees i tokens more
+    causal: Int32  # [runs] 1: not every row sees all
+    seen: Int32  # [runs] tokens that row `low` sees, and each row after it one more
     low: Int32  # [runs] first row
     high: Int32  # [runs] row after the last
 
@@ -144,8 +144,8 @@ def row_runs(layout: AttentionLayout) -> RowRuns:
         position=layout.node_start[node],
         pages=pages,
         tokens=tail,
-        seen=tail,
         causal=np.zeros_like(pages),
+        seen=tokens,
         low=indptr[low],
         high=indptr[high],
     )
@@ -154,16 +154,17 @@ def row_runs(layout: AttentionLayout) -> RowRuns:
     return _with_own_rows(runs, units, indptr, layout.page_size) if units.is_item.any() else runs
 
 
-def _chosen(runs: RowRuns, which: NDArray[np.integer], **changed: Int32) -> dict[str, Int32]:
-    """The fields of some runs, some of them changed."""
-    return {f.name: getattr(runs, f.name)[which] for f in fields(runs)[2:]} | changed
-
-
-def _joined(runs: RowRuns, parts: list[dict[str, Int32]]) -> RowRuns:
-    names = parts[0].keys()
-    columns = {name: np.concatenate([part[name] for part in parts]) for name in names}
+def chosen(runs: RowRuns, which: NDArray[np.integer], **changed: NDArray[np.integer]) -> RowRuns:
+    """Some of the runs, with some of their fields changed."""
+    columns = {f.name: getattr(runs, f.name)[which] for f in fields(runs)[2:]} | changed
     columns = {name: column.astype(np.int32) for name, column in columns.items()}
     return RowRuns(rows=runs.rows, visible=runs.visible, **columns)
+
+
+def joined(*parts: RowRuns) -> RowRuns:
+    names = [f.name for f in fields(RowRuns)[2:]]
+    columns = {name: np.concatenate([getattr(part, name) for part in parts]) for name in names}
+    return RowRuns(rows=parts[0].rows, visible=parts[0].visible, **columns)
 
 
 def counted(count: NDArray[np.integer]) -> tuple[NDArray[np.intp], NDArray[np.integer]]:
@@ -175,7 +176,7 @@ def counted(count: NDArray[np.integer]) -> tuple[NDArray[np.intp], NDArray[np.in
 def _split_partial(
     layout: AttentionLayout, runs: RowRuns, units: RowUnits, indptr: Int32
 ) -> RowRuns:
-    """Give the pages that a partial unit's rows do not all see whole a run each for its rows."""
+    """Give the rows of a partial unit a run of their own, from the first page that is not whole."""
     size = layout.page_size
     unit = np.flatnonzero(units.partial)
     of_run = runs.node.searchsorted(units.node[unit])  # a node with a partial unit has tokens
@@ -186,52 +187,70 @@ def _split_partial(
     split = whole < runs.pages
     head, more = np.flatnonzero(whole), np.flatnonzero(split & (rest < runs.high))
     full = np.where(split, size, runs.tokens)[head]
-    heads = _chosen(runs, head, pages=whole[head], tokens=full, seen=full)
-    skip = whole[more]
-    rests = _chosen(runs, more, low=rest[more])
-    rests |= {
-        "page": rests["page"] + skip,
-        "pages": rests["pages"] - skip,
-        "position": rests["position"] + skip * size,
-    }
+    heads = chosen(runs, head, pages=whole[head], tokens=full)
+    rests = _without(chosen(runs, more, low=rest[more]), whole[more], size)
     order = np.argsort(np.concatenate([2 * head, 2 * more + 1]))
-    both = {name: np.concatenate([heads[name], rests[name]])[order] for name in heads}
-
-    owner, page = counted((runs.pages - whole)[of_run])
-    run, page = of_run[owner], page + whole[of_run[owner]]
-    first = np.maximum(0, page * size - seen[owner] + 1)  # first row that sees it
-    left = layout.node_tokens[runs.node[run]] - page * size
-    tails = _chosen(
+    partial = chosen(
         runs,
-        run,
-        page=runs.page[run] + page,
-        position=runs.position[run] + page * size,
-        pages=np.ones_like(page),
-        tokens=np.minimum(size, left),
-        seen=np.minimum(size, seen[owner] + first - page * size),
-        causal=np.ones_like(page),
-        low=indptr[unit[owner]] + first,
-        high=indptr[unit[owner] + 1],
+        of_run,
+        causal=np.ones_like(of_run),
+        seen=seen,
+        low=indptr[unit],
+        high=indptr[unit + 1],
     )
-    order = np.lexsort((page, owner, run))
-    return _joined(runs, [both, {name: column[order] for name, column in tails.items()}])
+    partial = _without(partial, whole[of_run], size)
+    by_node = np.argsort(of_run, kind="stable")
+    return joined(chosen(joined(heads, rests), order), chosen(partial, by_node))
+
+
+def _without(runs: RowRuns, pages: Int32, size: int) -> RowRuns:
+    """The runs without so many of their first pages."""
+    skip = pages * size
+    return chosen(
+        runs,
+        np.arange(len(pages)),
+        page=runs.page + np.where(runs.node < 0, skip, pages),
+        position=runs.position + skip,
+        pages=runs.pages - pages,
+        seen=runs.seen - skip,
+    )
+
+
+def within_window(runs: RowRuns, starts: Int32, size: int) -> tuple[RowRuns, NDArray[np.bool_]]:
+    """Drop the pages before the windows of all their rows; which runs are left.
+
+    `starts`: [rows] place of the first token that each row sees.
+    """
+    first = over_rows(np.minimum, starts, runs.low, runs.high)
+    drop = np.clip((first - runs.position) // size, 0, runs.pages).astype(np.int32)
+    left = drop < runs.pages
+    return chosen(_without(runs, drop, size), np.flatnonzero(left)), left
+
+
+def over_rows(reduce: np.ufunc, values: Int32, low: Int32, high: Int32) -> Int32:
+    """The reduction of `values` over each range of rows."""
+    pairs = np.empty(2 * len(low), np.int64)
+    pairs[::2], pairs[1::2] = low, high
+    # The last range may end at the array's end, which reduceat does not take as an index.
+    found: Int32 = reduce.reduceat(np.concatenate([values, values[-1:]]), pairs)[::2]
+    return found if len(low) else np.empty(0, np.int32)
 
 
 def _with_own_rows(runs: RowRuns, units: RowUnits, indptr: Int32, size: int) -> RowRuns:
-    """Items see their own rows, causally: a run a page of them."""
+    """Items see their own rows, causally."""
     unit = np.flatnonzero(units.is_item)
-    owner, page = counted(-(-units.rows[unit] // size))
-    unit = unit[owner]
-    ones = np.ones(len(unit), np.int32)
-    own = {
-        "node": -ones,
-        "page": units.row[unit] + page * size,
-        "position": units.visible[unit] - 1 + page * size,
-        "pages": ones,
-        "tokens": np.minimum(size, units.rows[unit] - page * size),
-        "seen": ones,
-        "causal": ones,
-        "low": indptr[unit] + page * size,
-        "high": indptr[unit + 1],
-    }
-    return _joined(runs, [_chosen(runs, np.arange(len(runs.node))), own])
+    rows, ones = units.rows[unit], np.ones(len(unit), np.int32)
+    own = RowRuns(
+        rows=runs.rows,
+        visible=runs.visible,
+        node=-ones,
+        page=units.row[unit],
+        position=units.visible[unit] - 1,
+        pages=-(-rows // size),
+        tokens=rows - (-(-rows // size) - 1) * size,
+        causal=ones,
+        seen=ones,
+        low=indptr[unit],
+        high=indptr[unit + 1],
+    )
+    return joined(runs, own)

@@ -4,12 +4,20 @@ A tile streams the pages of all nodes that its rows descend from; a page carries
 that may see it. A long node of several tiles gets a region of its own, which all of these read.
 """
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
 
-from stemserve.kernels.codec_rows import RowRuns, row_runs
+from stemserve.kernels.codec_rows import (
+    RowRuns,
+    chosen,
+    counted,
+    joined,
+    over_rows,
+    row_runs,
+    within_window,
+)
 from stemserve.kernels.codec_tiles import (
     CAUSAL,
     MASKED,
@@ -53,11 +61,9 @@ class _Placement:
     """Which run goes into which region; the wide runs come first."""
 
     cuts: Int32
-    wide: NDArray[np.integer]  # [wide] runs
-    run: NDArray[np.integer]  # [placed]
+    num_wide: int
     region: NDArray[np.integer]  # [placed], ascending
-    low: Int32  # [placed] rows of the region that see the run
-    high: Int32
+    runs: RowRuns  # as the region's rows see them; one page where these see different tokens
 
 
 def tile_streams(layout: AttentionLayout, group: int, bins: int, window: int = 0) -> TileStreams:
@@ -67,33 +73,14 @@ def tile_streams(layout: AttentionLayout, group: int, bins: int, window: int = 0
     """
     runs = row_runs(layout)
     starts = NOTHING
-    if window:
+    if window and len(runs.rows):
         starts = np.maximum(0, runs.visible - window).astype(np.int32)
-        runs = _within_window(runs, starts, layout.page_size)
+        runs, _ = within_window(runs, starts, layout.page_size)
     place = _place_runs(runs, tile_cuts(runs, TILE_ROWS // group), layout.page_size, bins)
-    return _lay_pages(layout, runs, place, group, starts)
-
-
-def _over_rows(reduce: np.ufunc, values: Int32, low: Int32, high: Int32) -> Int32:
-    """The reduction of `values` over each range of rows."""
-    pairs = np.empty(2 * len(low), np.int64)
-    pairs[::2], pairs[1::2] = low, high
-    # The last range may end at the array's end, which reduceat does not take as an index.
-    found: Int32 = reduce.reduceat(np.concatenate([values, values[-1:]]), pairs)[::2]
-    return found
-
-
-def _within_window(runs: RowRuns, starts: Int32, page_size: int) -> RowRuns:
-    """Drop the pages that lie before the windows of all their rows."""
-    if not len(runs.page):
-        return runs
-    first = _over_rows(np.minimum, starts, runs.low, runs.high)
-    drop = np.clip((first - runs.position) // page_size, 0, runs.pages)
-    kept = {f.name: getattr(runs, f.name)[drop < runs.pages] for f in fields(runs)[2:]}
-    drop = drop[drop < runs.pages]
-    kept |= {"page": kept["page"] + drop, "pages": kept["pages"] - drop}
-    kept |= {"position": kept["position"] + drop * page_size}
-    return RowRuns(rows=runs.rows, visible=runs.visible, **kept)
+    if len(starts):
+        placed, left = within_window(place.runs, starts, layout.page_size)
+        place = replace(place, runs=placed, region=place.region[left])
+    return _lay_pages(layout, place, group, starts)
 
 
 def _place_runs(runs: RowRuns, cuts: Int32, page_size: int, bins: int) -> _Placement:
@@ -102,21 +89,51 @@ def _place_runs(runs: RowRuns, cuts: Int32, page_size: int, bins: int) -> _Place
     span = tile_of[runs.high - 1] - first + 1
     is_wide = _wide_runs(runs, span, page_size, bins)
     wide, narrow = np.flatnonzero(is_wide), np.flatnonzero(~is_wide)
-    copies = span[narrow]
-    run = np.repeat(narrow, copies)
-    tile = first[run] + np.arange(len(run)) - np.repeat(np.cumsum(copies) - copies, copies)
+    run, step = counted(span[narrow])
+    run = narrow[run]
+    tile = first[run] + step
     low = np.maximum(runs.low[run], cuts[tile])
-    order = np.argsort(low, kind="stable")  # a node before those below it
-    run, tile, low = run[order], tile[order], low[order]
     high = np.minimum(runs.high[run], cuts[tile + 1])
+    seen = (runs.seen[run] + runs.causal[run] * (low - runs.low[run])).astype(np.int32)
+    placed = chosen(runs, run, low=low, high=high, seen=seen)
+    if placed.causal.any():
+        placed, owner = _unfold(placed, page_size)
+        tile = tile[owner]
+    order = np.argsort(placed.low, kind="stable")  # a node before those below it
     return _Placement(
         cuts=cuts,
-        wide=wide,
-        run=np.concatenate([wide, run]),
-        region=np.concatenate([np.arange(len(wide)), tile + len(wide)]),
-        low=np.concatenate([runs.low[wide], low]),
-        high=np.concatenate([runs.high[wide], high]),
+        num_wide=len(wide),
+        region=np.concatenate([np.arange(len(wide)), tile[order] + len(wide)]),
+        runs=joined(chosen(runs, wide), chosen(placed, order)),
     )
+
+
+def _unfold(runs: RowRuns, size: int) -> tuple[RowRuns, NDArray[np.intp]]:
+    """Of causal runs the pages that all rows see whole, then the others one by one.
+
+    Beside them the run that each comes from.
+    """
+    causal, rows = runs.causal > 0, runs.high - runs.low
+    whole = np.where(causal, np.minimum(runs.pages, runs.seen // size), 0)
+    last = np.minimum(runs.pages, -(-(runs.seen + rows - 1) // size))  # page after the last seen
+    owner, part = counted(np.where(causal, (whole > 0) + last - whole, 1))
+    single = causal[owner] & ((part > 0) | (whole[owner] == 0))
+    whole, pages = whole[owner], runs.pages[owner]
+    page = np.where(single, whole + part - (whole > 0), 0)
+    first = np.where(single, np.maximum(0, page * size - runs.seen[owner] + 1), 0)
+    pages_left = np.where(single, 1, np.where(causal[owner], whole, pages))
+    unfolded = chosen(
+        runs,
+        owner,
+        page=runs.page[owner] + page * np.where(runs.node[owner] < 0, size, 1),
+        position=runs.position[owner] + page * size,
+        pages=pages_left,
+        tokens=np.where(page + pages_left < pages, size, runs.tokens[owner]),
+        causal=single.astype(np.int32),
+        seen=runs.seen[owner] + first - page * size,
+        low=runs.low[owner] + first,
+    )
+    return unfolded, owner
 
 
 def _wide_runs(
@@ -150,9 +167,9 @@ class _PagePlaces:
     num_places: int
 
 
-def _place_pages(runs: RowRuns, place: _Placement, per_step: int) -> _PagePlaces:
-    regions = len(place.wide) + len(place.cuts) - 1
-    counts = runs.pages[place.run].astype(np.int64)
+def _place_pages(place: _Placement, per_step: int) -> _PagePlaces:
+    regions = place.num_wide + len(place.cuts) - 1
+    counts = place.runs.pages.astype(np.int64)
     region_pages = np.bincount(place.region, counts, regions).astype(np.int64)
     region_step = np.zeros(regions + 1, np.int32)
     np.cumsum(-(-region_pages // per_step), out=region_step[1:])
@@ -173,37 +190,36 @@ def _place_pages(runs: RowRuns, place: _Placement, per_step: int) -> _PagePlaces
 
 
 def _lay_pages(
-    layout: AttentionLayout, runs: RowRuns, place: _Placement, group: int, starts: Int32
+    layout: AttentionLayout, place: _Placement, group: int, starts: Int32
 ) -> TileStreams:
     """Lay the runs' pages side by side."""
-    page_size = layout.page_size
-    pages = _place_pages(runs, place, STEP_TOKENS // page_size)
+    page_size, runs, wide = layout.page_size, place.runs, slice(place.num_wide)
+    pages = _place_pages(place, STEP_TOKENS // page_size)
     counts, target = pages.counts, pages.target
-    flat = np.arange(int(counts.sum()), dtype=np.int64)
     words, masks = (np.zeros(pages.num_places, np.int32) for _ in range(2))
-    words[target] = _page_numbers(layout, runs, place, pages) | np.int32(page_size << PAGE_BITS)
+    words[target] = _page_numbers(layout, runs, pages) | np.int32(page_size << PAGE_BITS)
     masks[target] = np.repeat(_row_masks(place, group) | page_size << 16, counts)
-    _mark_last_pages(runs, place, pages.first + counts - 1, (words, masks), page_size)
+    _mark_last_pages(runs, pages.first + counts - 1, (words, masks), page_size)
     whole = TILE_ROWS << 8 | page_size << 16
     positions = NOTHING
     if len(starts):
         positions = np.zeros(pages.num_places, np.int32)
-        begin = runs.position[place.run] - pages.before * page_size
-        positions[target] = np.repeat(begin, counts) + flat * page_size
-        latest = _over_rows(np.maximum, starts, place.low, place.high)
+        begin = runs.position - pages.before * page_size
+        positions[target] = np.repeat(begin, counts) + np.arange(int(counts.sum())) * page_size
+        latest = over_rows(np.maximum, starts, runs.low, runs.high)
         masks[target] |= (positions[target] < np.repeat(latest, counts)) * np.int32(MASKED)
     masks |= (masks != whole) * np.int32(MASKED)
     return TileStreams(
         rows=runs.rows,
         cuts=place.cuts,
-        wide_low=runs.low[place.wide],
-        wide_high=runs.high[place.wide],
+        wide_low=runs.low[wide],
+        wide_high=runs.high[wide],
         region_step=pages.region_step,
-        run_node=runs.node[place.run],
+        run_node=runs.node,
         run_page=pages.first.astype(np.int32),
-        run_pages=runs.pages[place.run],
-        run_low=place.low,
-        run_high=place.high,
+        run_pages=runs.pages,
+        run_low=runs.low,
+        run_high=runs.high,
         words=words,
         masks=masks,
         positions=positions,
@@ -211,17 +227,15 @@ def _lay_pages(
     )
 
 
-def _page_numbers(
-    layout: AttentionLayout, runs: RowRuns, place: _Placement, pages: _PagePlaces
-) -> Int32:
+def _page_numbers(layout: AttentionLayout, runs: RowRuns, pages: _PagePlaces) -> Int32:
     """Of all pages in the order of their runs: a page of the pool, or the first of own rows."""
-    counts = pages.counts
-    flat = np.arange(int(counts.sum()), dtype=np.int64)
-    source = np.repeat(runs.page[place.run] - pages.before, counts) + flat
-    is_own = runs.node[place.run] < 0
+    flat = np.arange(int(pages.counts.sum()), dtype=np.int64)
+    is_own = runs.node < 0
     if not is_own.any():
-        return layout.node_pages[source]
-    own = np.repeat(is_own, counts)
+        return layout.node_pages[np.repeat(runs.page - pages.before, pages.counts) + flat]
+    own = np.repeat(is_own, pages.counts)
+    step = flat - np.repeat(pages.before, pages.counts)
+    source = np.repeat(runs.page, pages.counts) + step * np.where(own, layout.page_size, 1)
     number = source.astype(np.int32) | OWN_ROWS
     number[~own] = layout.node_pages[source[~own]]
     return number
@@ -229,29 +243,24 @@ def _page_numbers(
 
 def _row_masks(place: _Placement, group: int) -> Int32:
     """Row ranges of the runs, in rows of their tiles; a wide region's tiles see all of it."""
-    wide = len(place.wide)
+    wide, runs = place.num_wide, place.runs
     tile = place.region[wide:] - wide
-    masks = np.full(len(place.run), TILE_ROWS << 8, np.int32)
-    low = (place.low[wide:] - place.cuts[tile]) * group
-    high = (place.high[wide:] - place.cuts[tile]) * group
+    masks = np.full(len(runs.low), TILE_ROWS << 8, np.int32)
+    low = (runs.low[wide:] - place.cuts[tile]) * group
+    high = (runs.high[wide:] - place.cuts[tile]) * group
     # Rows that the tile does not have may see anything.
-    high[place.high[wide:] == place.cuts[tile + 1]] = TILE_ROWS
+    high[runs.high[wide:] == place.cuts[tile + 1]] = TILE_ROWS
     masks[wide:] = low | high << 8
     return masks
 
 
 def _mark_last_pages(
-    runs: RowRuns,
-    place: _Placement,
-    last: NDArray[np.int64],
-    words_and_masks: tuple[Int32, Int32],
-    full: int,
+    runs: RowRuns, last: NDArray[np.int64], words_and_masks: tuple[Int32, Int32], full: int
 ) -> None:
     """Write how many tokens of each run's last page are loaded and seen."""
     words, masks = words_and_masks
-    tokens, causal = runs.tokens[place.run], runs.causal[place.run]
-    seen = runs.seen[place.run] + causal * (place.low - runs.low[place.run])
-    partly = np.flatnonzero((tokens < full) | (causal > 0))
-    at = last[partly]
-    words[at] += (tokens[partly] - full) << PAGE_BITS
-    masks[at] = masks[at] & 0xFFFF | np.minimum(seen[partly], full) << 16 | causal[partly] * CAUSAL
+    partly = np.flatnonzero((runs.tokens < full) | (runs.causal > 0))
+    at, causal = last[partly], runs.causal[partly]
+    seen = np.where(causal > 0, np.minimum(runs.seen[partly], full), runs.tokens[partly])
+    words[at] += (runs.tokens[partly] - full) << PAGE_BITS
+    masks[at] = masks[at] & 0xFFFF | seen << 16 | causal * CAUSAL

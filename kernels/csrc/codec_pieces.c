@@ -13,15 +13,14 @@ static status make_divider(planner *p, const settings *set, divider *d) {
     d->bins = set->bins;
     d->wide = p->size.wide;
     d->tiles = p->size.tiles;
-    TAKE(tiles, RUN_TILES, 3 * (int64_t)d->wide);
+    TAKE(tiles, RUN_TILES, 2 * (int64_t)d->wide);
     for (int32_t w = 0; w < d->wide; w++) {
-        tiles[w] = tile_of[places[w].low];
-        tiles[d->wide + w] = tile_of[places[w].high - 1] - tiles[w] + 1;
+        tiles[w] = tile_of[places[w].run.low];
+        tiles[d->wide + w] = tile_of[places[w].run.high - 1] - tiles[w] + 1;
         d->wide_total += (int64_t)(d->region_step[w + 1] - d->region_step[w]) * tiles[d->wide + w];
     }
     d->wide_first = tiles;
     d->wide_tiles = tiles + d->wide;
-    d->wide_cuts = tiles + 2 * (int64_t)d->wide;
     for (int32_t t = 0; t < d->tiles; t++) {
         int32_t steps = d->region_step[d->wide + t + 1] - d->region_step[d->wide + t];
         d->stream_total += steps;
@@ -58,18 +57,18 @@ static void find_rows(const planner *p, const divider *d, int32_t per_step) {
     for (int32_t i = 0; i < d->count; i++) {
         piece *one = d->pieces + i;
         if (one->low < 0) {
-            const placement *region = places - 1 - one->low;
+            const run *region = &places[-1 - one->low].run;
             one->low = most(region->low, cuts[one->tile]);
             one->high = least(region->high, cuts[one->tile + 1]);
             continue;
         }
         int32_t end = (one->first + one->steps) * per_step;
         int32_t at = place_at(p, one->first * per_step);
-        one->low = places[at].low;
-        one->high = places[at].high;
+        one->low = places[at].run.low;
+        one->high = places[at].run.high;
         for (at++; at < p->size.places && places[at].page < end; at++) {
-            one->low = least(one->low, places[at].low);
-            one->high = most(one->high, places[at].high);
+            one->low = least(one->low, places[at].run.low);
+            one->high = most(one->high, places[at].run.high);
         }
     }
 }

@@ -37,7 +37,6 @@ static status check_settings(const settings *set) {
     if (set->group < 1 || set->group > TILE_ROWS || set->window < 0) return BAD_SETTINGS;
     if (set->bins < 1 || set->bins > 1 << 20 || set->max_splits < 1) return BAD_SETTINGS;
     if (set->piece_cost < 0 || set->merge_cost < 0 || set->slack < 0) return BAD_SETTINGS;
-    if (set->wide_cost < 1) return BAD_SETTINGS;
     return DONE;
 }
 
@@ -71,22 +70,21 @@ static int32_t *put(int32_t *to, const void *from, int64_t count) {
 static int32_t *put_wide(const planner *p, int32_t *to) {
     const placement *places = held(p, PLACEMENTS);
     for (int32_t w = 0; w < p->size.wide; w++) {
-        to[w] = places[w].low;
-        to[p->size.wide + w] = places[w].high;
+        to[w] = places[w].run.low;
+        to[p->size.wide + w] = places[w].run.high;
     }
     return to + 2 * (int64_t)p->size.wide;
 }
 
 static int32_t *put_runs(const planner *p, int32_t *to) {
     const placement *places = held(p, PLACEMENTS);
-    const run *runs = held(p, RUNS);
     int64_t count = p->size.places;
     for (int64_t i = 0; i < count; i++) {
-        to[i] = runs[places[i].run].node;
+        to[i] = places[i].run.node;
         to[count + i] = places[i].page;
-        to[2 * count + i] = runs[places[i].run].pages;
-        to[3 * count + i] = places[i].low;
-        to[4 * count + i] = places[i].high;
+        to[2 * count + i] = places[i].run.pages;
+        to[3 * count + i] = places[i].run.low;
+        to[4 * count + i] = places[i].run.high;
     }
     return to + 5 * count;
 }

@@ -10,7 +10,7 @@
 
 enum { TILE_ROWS = 64, STEP_TOKENS = 64 };
 enum { PAGE_BITS = 24, TOKEN_BITS = 7, CAUSAL_BIT = 23, MASKED_BIT = 28 };
-enum { RECORD = 16, MERGE_ROWS = 512, LEAST_WIDE_STEPS = 4 };
+enum { RECORD = 16, MERGE_ROWS = 512 };
 
 typedef enum { DONE, NO_MEMORY, BAD_LAYOUT, BAD_SETTINGS, TOO_LARGE } status;
 
@@ -28,7 +28,7 @@ typedef struct {
 typedef struct {
     int32_t group, bins, window;
     int32_t split, longest_first, max_splits;
-    int32_t piece_cost, merge_cost, slack, wide_cost;
+    int32_t piece_cost, merge_cost, slack;
 } settings;
 
 typedef struct {
@@ -38,8 +38,8 @@ typedef struct {
 } sizes;
 
 typedef struct { int32_t node, row, rows, visible, partial, is_item; } unit;
-typedef struct { int32_t node, page, position, pages, tokens, seen, causal, low, high; } run;
-typedef struct { int32_t run, region, low, high, page; } placement;
+typedef struct { int32_t node, page, position, pages, tokens, causal, seen, low, high; } run;
+typedef struct { run run; int32_t region, page; } placement; /* page: its first in the streams */
 typedef struct { int32_t bin, tile, first, steps, low, high, direct, partial, tokens; } piece;
 
 typedef struct { void *at; int64_t bytes; } array;
@@ -60,6 +60,9 @@ typedef struct {
 /* The array `name` with room for `count` things of `bytes` each; NULL if memory is short. */
 void *take(planner *p, int name, int64_t count, int64_t bytes);
 void *held(const planner *p, int name);
+
+/* Drops the pages that lie before the windows of all its rows; false if none is left. */
+int within_window(const planner *p, run *one, int32_t page_size);
 
 status plan_rows(planner *p, const layout *in, const settings *set);
 status plan_streams(planner *p, const layout *in, const settings *set);

@@ -133,20 +133,19 @@ static status lay_rows(planner *p, const settings *set, int64_t count) {
     return DONE;
 }
 
+/* Leading pages of each node that all rows below it see whole; how many runs there are at most. */
 static int64_t count_runs(planner *p, const layout *in, int64_t units_count, int32_t *whole) {
     const unit *units = held(p, ORDERED_UNITS);
     const int32_t *start = held(p, NODE_START), *first = held(p, NODE_FIRST);
     const int32_t *partial = held(p, NODE_PARTIAL);
     int64_t count = 2 * (int64_t)in->nodes;
     for (int32_t n = 0; n < in->nodes; n++) {
-        int32_t pages = over(in->node_tokens[n], in->page_size);
-        whole[n] = pages;
+        whole[n] = over(in->node_tokens[n], in->page_size);
         for (int32_t b = 0; b < partial[n + 1]; b++)
             whole[n] = least(whole[n], (units[first[n + 1] + b].visible - start[n]) / in->page_size);
-        count += (int64_t)partial[n + 1] * (pages - whole[n]);
+        count += partial[n + 1];
     }
-    for (int64_t u = 0; u < units_count; u++)
-        if (units[u].is_item) count += over(units[u].rows, in->page_size);
+    for (int64_t u = 0; u < units_count; u++) count += units[u].is_item;
     return count;
 }
 
@@ -161,57 +160,45 @@ static run *emit_node(const planner *p, const layout *in, int32_t n, int32_t who
     int32_t rest = unit_row[unit0 + partial[n + 1]], tail = tokens - (pages - 1) * size;
     int32_t last = whole < pages ? size : tail;
     if (below[n + 1] == 0 || pages == 0) return out;
-    if (whole > 0) *out++ = (run){n, page, start[n], whole, last, last, 0, low, high};
+    if (whole > 0) *out++ = (run){n, page, start[n], whole, last, 0, tokens, low, high};
     if (whole < pages && rest < high)
-        *out++ = (run){n, page + whole, start[n] + whole * size, pages - whole, tail, tail, 0, rest, high};
+        *out++ = (run){n, page + whole, start[n] + whole * size, pages - whole, tail, 0,
+                       tokens - whole * size, rest, high};
     return out;
 }
 
+/* From the first page on that is not whole, a run for the rows of each partial unit. */
 static run *emit_partial(const planner *p, const layout *in, int32_t n, int32_t whole, run *out) {
     const unit *units = held(p, ORDERED_UNITS);
     const int32_t *start = held(p, NODE_START), *first = held(p, NODE_FIRST);
     const int32_t *partial = held(p, NODE_PARTIAL), *unit_row = held(p, UNIT_ROW);
-    int32_t size = in->page_size, pages = over(in->node_tokens[n], size);
-    for (int32_t u = first[n + 1]; u < first[n + 1] + partial[n + 1]; u++) {
-        int32_t sees = units[u].visible - start[n];
-        for (int32_t page = whole; page < pages; page++) {
-            int32_t begin = page * size, row = most(0, begin - sees + 1);
-            *out++ = (run){
-                n, in->node_page_indptr[n] + page, start[n] + begin, 1,
-                least(size, in->node_tokens[n] - begin), least(size, sees + row - begin), 1,
-                unit_row[u] + row, unit_row[u + 1]};
-        }
-    }
+    int32_t size = in->page_size, tokens = in->node_tokens[n], pages = over(tokens, size);
+    int32_t skip = whole * size, tail = tokens - (pages - 1) * size;
+    for (int32_t u = first[n + 1]; u < first[n + 1] + partial[n + 1]; u++)
+        *out++ = (run){n, in->node_page_indptr[n] + whole, start[n] + skip, pages - whole, tail, 1,
+                       units[u].visible - start[n] - skip, unit_row[u], unit_row[u + 1]};
     return out;
 }
 
-static run *emit_own(const unit *u, int32_t low, int32_t size, run *out) {
-    for (int32_t at = 0; at < u->rows; at += size)
-        *out++ = (run){
-            -1, u->row + at, u->visible - 1 + at, 1, least(size, u->rows - at), 1, 1,
-            low + at, low + u->rows};
-    return out;
+static run own_rows(const unit *u, int32_t low, int32_t size) {
+    int32_t pages = over(u->rows, size);
+    return (run){-1, u->row, u->visible - 1, pages, u->rows - (pages - 1) * size, 1, 1, low, low + u->rows};
 }
 
-/* Drops the pages that lie before the windows of all their rows; returns the runs that are left. */
-static int64_t within_window(const planner *p, const layout *in, run *runs, int64_t count) {
+int within_window(const planner *p, run *one, int32_t page_size) {
     const int32_t *starts = held(p, STARTS);
-    int64_t kept = 0;
-    for (int64_t r = 0; r < count; r++) {
-        run one = runs[r];
-        int32_t begin = starts[one.low], drop;
-        for (int32_t row = one.low; row < one.high; row++) begin = least(begin, starts[row]);
-        drop = begin > one.position ? (begin - one.position) / in->page_size : 0;
-        if (drop >= one.pages) continue;
-        one.page += drop;
-        one.pages -= drop;
-        one.position += drop * in->page_size;
-        runs[kept++] = one;
-    }
-    return kept;
+    int32_t begin = starts[one->low], drop;
+    for (int32_t row = one->low; row < one->high; row++) begin = least(begin, starts[row]);
+    drop = begin > one->position ? (begin - one->position) / page_size : 0;
+    if (drop >= one->pages) return 0;
+    one->page += one->node < 0 ? drop * page_size : drop;
+    one->pages -= drop;
+    one->position += drop * page_size;
+    one->seen -= drop * page_size;
+    return 1;
 }
 
-static status find_runs(planner *p, const layout *in, const settings *set, int64_t units_count) {
+static status find_runs(planner *p, const layout *in, int64_t units_count) {
     const unit *units = held(p, ORDERED_UNITS);
     const int32_t *unit_row = held(p, UNIT_ROW);
     int32_t *whole;
@@ -224,12 +211,16 @@ static status find_runs(planner *p, const layout *in, const settings *set, int64
     out = runs;
     for (int32_t n = 0; n < in->nodes; n++) out = emit_node(p, in, n, whole[n], out);
     for (int32_t n = 0; n < in->nodes; n++) out = emit_partial(p, in, n, whole[n], out);
-    p->size.items = 0;
     for (int64_t u = 0; u < units_count; u++)
-        if (units[u].is_item) out = emit_own(units + u, unit_row[u], in->page_size, out);
-    count = out - runs;
-    if (set->window) count = within_window(p, in, runs, count);
-    p->size.runs = (int32_t)count;
+        if (units[u].is_item) *out++ = own_rows(units + u, unit_row[u], in->page_size);
+    p->size.runs = (int32_t)(out - runs);
+    if (!p->size.windowed) return DONE;
+    out = runs;
+    for (int32_t r = 0; r < p->size.runs; r++) {
+        run one = runs[r];
+        if (within_window(p, &one, in->page_size)) *out++ = one;
+    }
+    p->size.runs = (int32_t)(out - runs);
     return DONE;
 }
 
@@ -268,6 +259,6 @@ status plan_rows(planner *p, const layout *in, const settings *set) {
     if (found) return found;
     p->size.rows = in->segment_indptr[in->segments];
     p->size.windowed = set->window > 0 && p->size.rows > 0;
-    if (!(found = lay_rows(p, set, units))) found = find_runs(p, in, set, units);
+    if (!(found = lay_rows(p, set, units))) found = find_runs(p, in, units);
     return found ? found : cut_tiles(p, set);
 }

@@ -37,8 +37,7 @@ static void limit_wide(const planner *p, int32_t *wide, int32_t *order, int32_t 
     }
 }
 
-/* Marks the wide runs; finds how many there are, and how many places all runs have in streams. */
-static status find_wide(planner *p, const layout *in, const settings *set, int64_t *places) {
+static status find_wide(planner *p, const layout *in, const settings *set) {
     const run *runs = held(p, RUNS);
     const int32_t *tile_of = held(p, TILE_OF);
     int32_t *wide, *order, count = 0;
@@ -56,41 +55,79 @@ static status find_wide(planner *p, const layout *in, const settings *set, int64
     }
     if (count > 1) limit_wide(p, wide, order, count, set->bins);
     p->size.wide = 0;
-    *places = 0;
-    for (int32_t r = 0; r < p->size.runs; r++) {
-        p->size.wide += wide[r];
-        *places += wide[r] ? 1 : span_of(tile_of, runs + r);
+    for (int32_t r = 0; r < p->size.runs; r++) p->size.wide += wide[r];
+    return DONE;
+}
+
+/* A run as some of its rows see it: of a causal one the pages that all of them see whole, then the
+ * others one by one. `out` has room for MOST_PARTS. Returns how many there are. */
+enum { MOST_PARTS = 2 * TILE_ROWS + 2 };
+
+static int32_t unfold(const run *from, int32_t low, int32_t high, int32_t size, run *out) {
+    run part = *from;
+    int32_t count = 0, whole, last;
+    part.low = low;
+    part.high = high;
+    part.seen += part.causal ? low - from->low : 0;
+    if (!part.causal) {
+        *out = part;
+        return 1;
     }
-    return *places <= INT32_MAX / (int64_t)sizeof(placement) ? DONE : TOO_LARGE;
+    whole = least(part.pages, part.seen / size);
+    last = least(part.pages, over(part.seen + high - low - 1, size));
+    for (int32_t page = 0; page < last; page = page ? page + 1 : most(whole, 1)) {
+        int32_t single = page > 0 || whole == 0, pages = single ? 1 : whole;
+        int32_t begin = page * size, first = single ? most(0, begin - part.seen + 1) : 0;
+        out[count++] = (run){
+            part.node, part.page + (part.node < 0 ? begin : page), part.position + begin, pages,
+            page + pages < part.pages ? size : part.tokens, single, part.seen + first - begin,
+            low + first, high};
+    }
+    return count;
+}
+
+/* Calls for each part of a run in each tile: counts them by their first row, or places them. */
+static int64_t place_run(planner *p, const run *r, int32_t page_size, placement *places) {
+    const int32_t *tile_of = held(p, TILE_OF), *cuts = held(p, CUTS);
+    int32_t *bucket = held(p, BUCKETS);
+    int64_t placed = 0;
+    run parts[MOST_PARTS];
+    for (int32_t t = tile_of[r->low]; t <= tile_of[r->high - 1]; t++) {
+        int32_t low = most(r->low, cuts[t]), high = least(r->high, cuts[t + 1]);
+        int32_t count = unfold(r, low, high, page_size, parts);
+        for (int32_t i = 0; i < count; i++) {
+            int32_t row = parts[i].low;
+            if (p->size.windowed && !within_window(p, parts + i, page_size)) continue;
+            placed++;
+            if (!places) bucket[row + 1]++;
+            else places[bucket[row]++] = (placement){parts[i], t + p->size.wide, 0};
+        }
+    }
+    return placed;
 }
 
 /* Wide runs, then the others a tile each, in the order of the first row that sees them. */
-static status place_runs(planner *p) {
+static status place_runs(planner *p, int32_t page_size) {
     const run *runs = held(p, RUNS);
-    const int32_t *tile_of = held(p, TILE_OF), *cuts = held(p, CUTS), *wide = held(p, WIDE);
+    const int32_t *wide = held(p, WIDE);
     int32_t *bucket, at = 0;
+    int64_t count = p->size.wide;
     placement *places;
     TAKE(bucket, BUCKETS, (int64_t)p->size.rows + 1);
-    TAKE(places, PLACEMENTS, p->size.places);
     memset(bucket, 0, ((size_t)p->size.rows + 1) * sizeof *bucket);
-    for (int32_t r = 0; r < p->size.runs; r++) {
-        if (wide[r]) {
-            places[at] = (placement){r, at, runs[r].low, runs[r].high, 0};
-            at++;
-            continue;
-        }
-        bucket[runs[r].low + 1]++;
-        for (int32_t t = tile_of[runs[r].low] + 1; t <= tile_of[runs[r].high - 1]; t++)
-            bucket[cuts[t] + 1]++;
-    }
-    bucket[0] = at;
+    for (int32_t r = 0; r < p->size.runs; r++)
+        if (!wide[r]) count += place_run(p, runs + r, page_size, NULL);
+    if (count > INT32_MAX / (int64_t)sizeof(placement)) return TOO_LARGE;
+    p->size.places = (int32_t)count;
+    TAKE(places, PLACEMENTS, count);
+    bucket[0] = p->size.wide;
     for (int32_t row = 0; row < p->size.rows; row++) bucket[row + 1] += bucket[row];
     for (int32_t r = 0; r < p->size.runs; r++) {
-        if (wide[r]) continue;
-        for (int32_t t = tile_of[runs[r].low]; t <= tile_of[runs[r].high - 1]; t++) {
-            int32_t low = most(runs[r].low, cuts[t]);
-            places[bucket[low]++] =
-                (placement){r, t + p->size.wide, low, least(runs[r].high, cuts[t + 1]), 0};
+        if (wide[r]) {
+            places[at] = (placement){runs[r], at, 0};
+            at++;
+        } else {
+            place_run(p, runs + r, page_size, places);
         }
     }
     return DONE;
@@ -98,7 +135,6 @@ static status place_runs(planner *p) {
 
 /* The first step of each region and the first page of each run in the streams. */
 static status place_pages(planner *p, int32_t per_step, int64_t *words) {
-    const run *runs = held(p, RUNS);
     placement *places = held(p, PLACEMENTS);
     int32_t regions = p->size.wide + p->size.tiles, *region_step;
     int64_t page = 0, step = 0;
@@ -109,7 +145,7 @@ static status place_pages(planner *p, int32_t per_step, int64_t *words) {
         page = step * per_step;
         for (; i < p->size.places && places[i].region == region; i++) {
             places[i].page = (int32_t)page;
-            page += runs[places[i].run].pages;
+            page += places[i].run.pages;
             if (page > INT32_MAX / 4 - STEP_TOKENS) return TOO_LARGE;
         }
         step = (page + per_step - 1) / per_step;
@@ -123,14 +159,14 @@ static int32_t row_mask(const planner *p, const placement *at, int32_t group) {
     const int32_t *cuts = held(p, CUTS);
     int32_t tile = at->region - p->size.wide, low, high;
     if (tile < 0) return TILE_ROWS << 8;
-    low = (at->low - cuts[tile]) * group;
+    low = (at->run.low - cuts[tile]) * group;
     /* Rows that the tile does not have may see anything. */
-    high = at->high == cuts[tile + 1] ? TILE_ROWS : (at->high - cuts[tile]) * group;
+    high = at->run.high == cuts[tile + 1] ? TILE_ROWS : (at->run.high - cuts[tile]) * group;
     return low | high << 8;
 }
 
 static status lay_run(const planner *p, const layout *in, const placement *at, int32_t rows) {
-    const run *r = (const run *)held(p, RUNS) + at->run;
+    const run *r = &at->run;
     int32_t *words = (int32_t *)held(p, WORDS) + at->page;
     int32_t *masks = (int32_t *)held(p, MASKS) + at->page;
     int32_t full = in->page_size, last = r->pages - 1;
@@ -141,9 +177,9 @@ static status lay_run(const planner *p, const layout *in, const placement *at, i
         masks[i] = rows | full << 16;
     }
     if (r->tokens < full || r->causal) {
-        int32_t seen = r->seen + (r->causal ? at->low - r->low : 0);
+        int32_t seen = r->causal ? least(r->seen, full) : r->tokens;
         words[last] -= (full - r->tokens) << PAGE_BITS;
-        masks[last] = rows | least(seen, full) << 16 | r->causal << CAUSAL_BIT;
+        masks[last] = rows | seen << 16 | r->causal << CAUSAL_BIT;
     }
     if (r->node < 0)
         for (int32_t i = 0; i < r->pages; i++) words[i] |= INT32_MIN;
@@ -151,11 +187,11 @@ static status lay_run(const planner *p, const layout *in, const placement *at, i
 }
 
 static void lay_positions(const planner *p, const layout *in, const placement *at) {
-    const run *r = (const run *)held(p, RUNS) + at->run;
+    const run *r = &at->run;
     const int32_t *starts = held(p, STARTS);
     int32_t *positions = (int32_t *)held(p, POSITIONS) + at->page;
     int32_t *masks = (int32_t *)held(p, MASKS) + at->page, latest = 0;
-    for (int32_t row = at->low; row < at->high; row++) latest = most(latest, starts[row]);
+    for (int32_t row = r->low; row < r->high; row++) latest = most(latest, starts[row]);
     for (int32_t i = 0; i < r->pages; i++) {
         positions[i] = r->position + i * in->page_size;
         if (positions[i] < latest) masks[i] |= 1 << MASKED_BIT;
@@ -164,7 +200,6 @@ static void lay_positions(const planner *p, const layout *in, const placement *a
 
 static status lay_pages(planner *p, const layout *in, const settings *set, int64_t count) {
     const placement *places = held(p, PLACEMENTS);
-    const run *runs = held(p, RUNS);
     int32_t *words, *masks, *positions, whole = TILE_ROWS << 8 | in->page_size << 16;
     TAKE(words, WORDS, count);
     TAKE(masks, MASKS, count);
@@ -177,7 +212,7 @@ static status lay_pages(planner *p, const layout *in, const settings *set, int64
         status found = lay_run(p, in, places + i, row_mask(p, places + i, set->group));
         if (found) return found;
         if (set->window) lay_positions(p, in, places + i);
-        p->size.items |= runs[places[i].run].node < 0;
+        p->size.items |= places[i].run.node < 0;
     }
     for (int64_t i = 0; i < count; i++)
         if (masks[i] != whole) masks[i] |= 1 << MASKED_BIT;
@@ -185,12 +220,11 @@ static status lay_pages(planner *p, const layout *in, const settings *set, int64
 }
 
 status plan_streams(planner *p, const layout *in, const settings *set) {
-    int64_t places, words;
+    int64_t words = 0;
     status found = find_tiles(p);
-    if (!found) found = find_wide(p, in, set, &places);
-    if (found) return found;
-    p->size.places = (int32_t)places;
-    if (!(found = place_runs(p))) found = place_pages(p, STEP_TOKENS / in->page_size, &words);
+    if (!found) found = find_wide(p, in, set);
+    if (!found) found = place_runs(p, in->page_size);
+    if (!found) found = place_pages(p, STEP_TOKENS / in->page_size, &words);
     if (found) return found;
     p->size.words = (int32_t)words;
     return lay_pages(p, in, set, words);

@@ -13,7 +13,7 @@ static status make_divider(planner *p, const settings *set, divider *d) {
     d->bins = set->bins;
     d->wide = p->size.wide;
     d->tiles = p->size.tiles;
-    TAKE(tiles, RUN_TILES, 2 * (int64_t)d->wide);
+    TAKE(tiles, RUN_TILES, 3 * (int64_t)d->wide);
     for (int32_t w = 0; w < d->wide; w++) {
         tiles[w] = tile_of[places[w].run.low];
         tiles[d->wide + w] = tile_of[places[w].run.high - 1] - tiles[w] + 1;
@@ -21,6 +21,7 @@ static status make_divider(planner *p, const settings *set, divider *d) {
     }
     d->wide_first = tiles;
     d->wide_tiles = tiles + d->wide;
+    d->wide_cuts = tiles + 2 * (int64_t)d->wide;
     for (int32_t t = 0; t < d->tiles; t++) {
         int32_t steps = d->region_step[d->wide + t + 1] - d->region_step[d->wide + t];
         d->stream_total += steps;

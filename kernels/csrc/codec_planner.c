@@ -37,6 +37,7 @@ static status check_settings(const settings *set) {
     if (set->group < 1 || set->group > TILE_ROWS || set->window < 0) return BAD_SETTINGS;
     if (set->bins < 1 || set->bins > 1 << 20 || set->max_splits < 1) return BAD_SETTINGS;
     if (set->piece_cost < 0 || set->merge_cost < 0 || set->slack < 0) return BAD_SETTINGS;
+    if (set->wide_cost < 1) return BAD_SETTINGS;
     return DONE;
 }
 

@@ -10,7 +10,7 @@
 
 enum { TILE_ROWS = 64, STEP_TOKENS = 64 };
 enum { PAGE_BITS = 24, TOKEN_BITS = 7, CAUSAL_BIT = 23, MASKED_BIT = 28 };
-enum { RECORD = 16, MERGE_ROWS = 512 };
+enum { RECORD = 16, MERGE_ROWS = 512, LEAST_WIDE_STEPS = 4 };
 
 typedef enum { DONE, NO_MEMORY, BAD_LAYOUT, BAD_SETTINGS, TOO_LARGE } status;
 
@@ -28,7 +28,7 @@ typedef struct {
 typedef struct {
     int32_t group, bins, window;
     int32_t split, longest_first, max_splits;
-    int32_t piece_cost, merge_cost, slack;
+    int32_t piece_cost, merge_cost, slack, wide_cost;
 } settings;
 
 typedef struct {

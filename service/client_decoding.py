@@ -39,6 +39,7 @@ def scores(message: inference_pb2.ScoreResponse) -> Scores:
         usage=usage(message.usage),
         timing=timing(message.timing),
         over_labels=message.over_labels,
+        partial=message.partial,
     )
 
 

@@ -48,6 +48,7 @@ class Scores:
     usage: Usage
     timing: Timing
     over_labels: bool
+    partial: bool  # the deadline came first: items that are not scored have an error
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

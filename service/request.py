@@ -34,6 +34,7 @@ class ScoreJob:
     salt: bytes = b""  # of the prefix tree: jobs share pages only under one salt
     tenant: str = ""
     kernel: int = 0  # proto Kernel; 0: the cost model chooses
+    partial: bool = False  # at the deadline, answer with what is read
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,6 +96,7 @@ class ScoreResult:
     gather_argmax: Int32  # [gathers] most likely token id
     class_scores: Float32  # [units, classes]; [0, 0] unless classify
     failed_units: Int32  # units whose logits were not finite
+    unread_units: Int32  # of a job with `partial`: not computed before the deadline
     usage: JobUsage
     timing: JobTiming
 

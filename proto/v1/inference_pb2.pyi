@@ -226,6 +226,7 @@ class ScoreRequest(google.protobuf.message.Message):
     TOP_N_FIELD_NUMBER: builtins.int
     PRIORITY_FIELD_NUMBER: builtins.int
     KERNEL_FIELD_NUMBER: builtins.int
+    PARTIAL_RESULTS_FIELD_NUMBER: builtins.int
     request_id: builtins.str
     query: builtins.str
     """Simple form: one text that all items continue. Not together with contexts, unless item_first."""
@@ -238,6 +239,10 @@ class ScoreRequest(google.protobuf.message.Message):
     priority: builtins.int
     """higher first"""
     kernel: Global___Kernel.ValueType
+    partial_results: builtins.bool
+    """When the deadline comes first, answer with the items that are scored by then; each other item gets the error
+    DEADLINE_EXCEEDED. Without it the whole call fails. Has no effect on a call without a deadline.
+    """
     @property
     def contexts(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___Context]: ...
     @property
@@ -273,9 +278,10 @@ class ScoreRequest(google.protobuf.message.Message):
         top_n: builtins.int = ...,
         priority: builtins.int = ...,
         kernel: Global___Kernel.ValueType = ...,
+        partial_results: builtins.bool = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["_truncate_item_tokens", b"_truncate_item_tokens", "classification", b"classification", "item_tokens", b"item_tokens", "label_probabilities", b"label_probabilities", "log_likelihood", b"log_likelihood", "mode", b"mode", "truncate_item_tokens", b"truncate_item_tokens"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_truncate_item_tokens", b"_truncate_item_tokens", "classification", b"classification", "contexts", b"contexts", "item_context", b"item_context", "item_first", b"item_first", "item_tokens", b"item_tokens", "items", b"items", "kernel", b"kernel", "label_probabilities", b"label_probabilities", "log_likelihood", b"log_likelihood", "mode", b"mode", "priority", b"priority", "query", b"query", "request_id", b"request_id", "top_n", b"top_n", "truncate_item_tokens", b"truncate_item_tokens"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["_truncate_item_tokens", b"_truncate_item_tokens", "classification", b"classification", "contexts", b"contexts", "item_context", b"item_context", "item_first", b"item_first", "item_tokens", b"item_tokens", "items", b"items", "kernel", b"kernel", "label_probabilities", b"label_probabilities", "log_likelihood", b"log_likelihood", "mode", b"mode", "partial_results", b"partial_results", "priority", b"priority", "query", b"query", "request_id", b"request_id", "top_n", b"top_n", "truncate_item_tokens", b"truncate_item_tokens"]) -> None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_truncate_item_tokens", b"_truncate_item_tokens"]) -> typing.Literal["truncate_item_tokens"] | None: ...
     @typing.overload
@@ -390,9 +396,12 @@ class ScoreResponse(google.protobuf.message.Message):
     USAGE_FIELD_NUMBER: builtins.int
     TIMING_FIELD_NUMBER: builtins.int
     OVER_LABELS_FIELD_NUMBER: builtins.int
+    PARTIAL_FIELD_NUMBER: builtins.int
     request_id: builtins.str
     over_labels: builtins.bool
     """What apply_softmax did: true when scores are over the labels only."""
+    partial: builtins.bool
+    """With partial_results: some items were not scored before the deadline."""
     @property
     def scores(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.float]:
         """Row-major. Labels: [items, labels] probabilities. Log-likelihood: [items]. Classification: [items, classes].
@@ -440,9 +449,10 @@ class ScoreResponse(google.protobuf.message.Message):
         usage: Global___Usage | None = ...,
         timing: Global___Timing | None = ...,
         over_labels: builtins.bool = ...,
+        partial: builtins.bool = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["timing", b"timing", "usage", b"usage"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["errors", b"errors", "is_greedy", b"is_greedy", "item_index", b"item_index", "label_mass", b"label_mass", "over_labels", b"over_labels", "request_id", b"request_id", "scores", b"scores", "shape", b"shape", "timing", b"timing", "token_logprob_offsets", b"token_logprob_offsets", "token_logprobs", b"token_logprobs", "usage", b"usage"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["errors", b"errors", "is_greedy", b"is_greedy", "item_index", b"item_index", "label_mass", b"label_mass", "over_labels", b"over_labels", "partial", b"partial", "request_id", b"request_id", "scores", b"scores", "shape", b"shape", "timing", b"timing", "token_logprob_offsets", b"token_logprob_offsets", "token_logprobs", b"token_logprobs", "usage", b"usage"]) -> None: ...
 
 Global___ScoreResponse: typing_extensions.TypeAlias = ScoreResponse
 

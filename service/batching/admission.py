@@ -122,7 +122,7 @@ class Admission:
             )
 
     def _check_deadline(self, ticket: Ticket, demand: Demand, backlog: Backlog) -> None:
-        if ticket.deadline is None:
+        if ticket.deadline is None or ticket.partial:
             return
         left_s = ticket.deadline - ticket.submitted_s
         if left_s <= 0:

@@ -24,7 +24,7 @@ from stemserve.service.batching.step_builder import IssuedStep, StepBuilder
 from stemserve.service.batching.step_failure import undo_step
 from stemserve.service.batching.step_outputs import StepOutputs, read_outputs
 from stemserve.service.batching.step_planner import StepPlanner
-from stemserve.service.errors import DeadlinePassed, EngineFault, InvalidRequest
+from stemserve.service.errors import EngineFault, InvalidRequest
 from stemserve.service.request import Event, GenerateChunk, Int32, Job, JobFailed, Load, WorkerFacts
 
 
@@ -125,6 +125,11 @@ class Batcher:
                 self._jobs.end_in_flight(job)
         return self.take_events()
 
+    def expire(self) -> list[Event]:
+        """End the jobs whose deadline has passed; returns all events since the last call."""
+        self._drop_late(self._clock())
+        return self.take_events()
+
     def take_events(self) -> list[Event]:
         """Events that came up outside of `apply`: late jobs, and jobs that ended without a step."""
         events, self._events = self._events, []
@@ -190,7 +195,8 @@ class Batcher:
             _, arrival = heapq.heappop(self._deadlines)
             job = self._jobs.by_arrival(arrival)
             if job is not None and not job.has_ended:
-                self._fail(job, DeadlinePassed("the deadline passed before the work was done"))
+                self._events.append(job.expire(now))
+                self._jobs.end(job)
 
     def _build_step(self) -> tuple[worker_pb2.StepPlan, IssuedStep] | None:
         self._planner.suspend_yielding()

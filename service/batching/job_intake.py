@@ -79,6 +79,7 @@ class JobIntake:
             submitted_s=now,
             cost_tokens=demand.tokens,
             pages=demand.pages,
+            partial=isinstance(job, ScoreJob) and job.partial,
         )
         waiting = self._jobs.waiting
         backlog = Backlog(

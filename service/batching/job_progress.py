@@ -8,7 +8,8 @@ from stemserve.proto.v1 import worker_pb2
 from stemserve.service.batching.prefix_tree import PageNode
 from stemserve.service.batching.step_builder import IssuedStep, StepBuilder
 from stemserve.service.batching.step_outputs import StepOutputs
-from stemserve.service.request import Event, Job, JobTiming
+from stemserve.service.errors import DeadlinePassed
+from stemserve.service.request import Event, Job, JobFailed, JobTiming
 
 PATIENCE_S = 30.0  # a job without a deadline is ordered as if it had this long
 
@@ -25,6 +26,7 @@ class Ticket:
     submitted_s: float
     cost_tokens: int  # that had to be computed for it when it came
     pages: int  # the most that it needs at a time
+    partial: bool = False  # it is answered at its deadline, with what there is
 
     @property
     def urgency(self) -> tuple[float, int]:
@@ -78,6 +80,11 @@ class JobProgress(ABC):
     @abstractmethod
     def finish(self, now: float) -> Event | None:
         """The job's last event, if all its results are in."""
+
+    def expire(self, now: float) -> Event:
+        """The job's last event when its deadline comes first."""
+        error = DeadlinePassed("the deadline passed before the work was done")
+        return JobFailed(request_id=self.request_id, error=error)
 
     @abstractmethod
     def release(self) -> None:

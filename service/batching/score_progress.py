@@ -10,7 +10,7 @@ from stemserve.service.batching.score_layout import ScoreLayout
 from stemserve.service.batching.sequence import Branch, pages_for
 from stemserve.service.batching.step_builder import StepBuilder
 from stemserve.service.batching.step_outputs import StepOutputs
-from stemserve.service.request import Event, JobUsage, ScoreJob, ScoreResult
+from stemserve.service.request import Event, Int32, JobUsage, ScoreJob, ScoreResult
 
 
 def longest_paged_unit(layout: ScoreLayout, context: int, max_item_rows: int) -> int:
@@ -57,6 +57,9 @@ class ScoreProgress(JobProgress):
         self._argmax = np.full(len(job.gather_unit), -1, np.int32)
         self._class_scores = np.zeros((0, 0), np.float32)
         self._unit_failed = np.zeros(len(layout.unit_rows), np.bool_)
+        self._unit_reads = np.bincount(job.gather_unit, minlength=len(layout.unit_rows))
+        if job.classify:
+            self._unit_reads += 1  # what is still to be read of each unit
         self._computed_rows = 0
         self._cached_tokens = 0
 
@@ -101,6 +104,7 @@ class ScoreProgress(JobProgress):
             units = read.reads.unit[read.first : read.end]
             failed = outputs.gather_failed[inside]
             self._unit_failed[units[failed]] = True
+            np.subtract.at(self._unit_reads, units, 1)
             if read.node is not None and failed.any():
                 self._cache.tree.discard(read.node)
         for piece in pieces.classes:
@@ -110,6 +114,7 @@ class ScoreProgress(JobProgress):
             inside = slice(piece.class_at, piece.class_at + len(piece.units))
             self._class_scores[piece.units] = outputs.class_scores[inside]
             self._unit_failed[piece.units[outputs.class_failed[inside]]] = True
+            np.subtract.at(self._unit_reads, piece.units, 1)
         for run in pieces.runs:
             run.pending_steps -= 1
         self._drop_finished_runs()
@@ -118,23 +123,42 @@ class ScoreProgress(JobProgress):
     def finish(self, now: float) -> Event | None:
         if self._runs or self._num_started < len(self._layout.contexts):
             return None
-        prompt = self._layout.prompt_tokens
-        usage = JobUsage(
-            prompt_tokens=prompt,
-            cached_tokens=self._cached_tokens,
-            shared_tokens=prompt - self._cached_tokens - self._computed_rows,
-            computed_tokens=self._computed_rows,
-            kv_read_bytes=self.kv_read_bytes,
-            kv_avoided_bytes=self.kv_avoided_bytes,
-        )
+        return self._result(now)
+
+    def expire(self, now: float) -> Event:
+        if not self._job.partial:
+            return super().expire(now)
+        if self._job.classify and not len(self._class_scores):
+            self._class_scores = np.full((len(self._unit_failed), 1), np.nan, np.float32)
+        return self._result(now)
+
+    def _result(self, now: float) -> ScoreResult:
+        unread = np.flatnonzero(self._unit_reads > 0).astype(np.int32)
         return ScoreResult(
             request_id=self.request_id,
             gather_logprobs=self._logprobs,
             gather_argmax=self._argmax,
             class_scores=self._class_scores,
             failed_units=np.flatnonzero(self._unit_failed).astype(np.int32),
-            usage=usage,
+            unread_units=unread,
+            usage=self._usage(unread),
             timing=self.timing(now),
+        )
+
+    def _usage(self, unread: Int32) -> JobUsage:
+        """Of the units that were read; what is planned for others counts as computed too."""
+        job, prompt = self._job, self._layout.prompt_tokens
+        if len(unread):
+            lengths = np.diff(job.unit_indptr) + self._layout.context_lengths[job.unit_context]
+            prompt -= int(lengths[unread].sum(dtype=np.int64))
+        computed = self._computed_rows + sum(r.computed_rows + r.item_rows for r in self._runs)
+        return JobUsage(
+            prompt_tokens=prompt,
+            cached_tokens=self._cached_tokens,
+            shared_tokens=max(0, prompt - self._cached_tokens - computed),
+            computed_tokens=computed,
+            kv_read_bytes=self.kv_read_bytes,
+            kv_avoided_bytes=self.kv_avoided_bytes,
         )
 
     def release(self) -> None:

@@ -13,6 +13,7 @@ from stemserve.service.request import ScoreResult
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClassScoring:
     apply_softmax: bool
+    classes: int
 
     @classmethod
     def plan(cls, call: ScoreCall, rows: ScoredRows) -> tuple[Reads, "ClassScoring"]:
@@ -25,10 +26,13 @@ class ClassScoring:
             gather_ids=NO_IDS,
             classify=True,
         )
-        return reads, cls(apply_softmax=call.request.classification.apply_softmax)
+        softmaxed = call.request.classification.apply_softmax
+        return reads, cls(apply_softmax=softmaxed, classes=call.classes)
 
     def read(self, result: ScoreResult) -> Readout:
         scores = result.class_scores
+        if scores.shape[1] != self.classes:  # none was classified before the deadline
+            scores = np.full((len(scores), self.classes), np.nan, dtype=np.float32)
         if self.apply_softmax:
             scores = softmax(scores.astype(np.float64)).astype(np.float32)
         return Readout(scores=scores)

@@ -16,6 +16,11 @@ NOT_FINITE = Problem(
     code=grpc.StatusCode.INTERNAL, message="the model's outputs for this item are not finite"
 )
 
+TOO_LATE = Problem(
+    code=grpc.StatusCode.DEADLINE_EXCEEDED,
+    message="the deadline came before the item was scored",
+)
+
 
 def score_response(plan: ScorePlan, result: ScoreResult) -> inference_pb2.ScoreResponse:
     """Everything but the timing."""
@@ -29,7 +34,8 @@ def score_response(plan: ScorePlan, result: ScoreResult) -> inference_pb2.ScoreR
         shape=(len(order), *readout.scores.shape[1:]),
         scores=_spread(readout.scores, order).ravel().tolist(),
         item_index=plan.rows.items[order].tolist() if request.top_n else (),
-        errors=_item_errors(plan, finite),
+        errors=_item_errors(plan, result, finite),
+        partial=bool(len(result.unread_units)),
         usage=usage_message(result.usage),
         over_labels=request.label_probabilities.apply_softmax
         or request.classification.apply_softmax,
@@ -73,6 +79,7 @@ def _check_sizes(plan: ScorePlan, result: ScoreResult) -> None:
 def _finite_rows(plan: ScorePlan, result: ScoreResult, readout: Readout) -> NDArray[np.bool_]:
     finite = np.asarray(np.isfinite(_columns(readout.scores)).all(axis=1))
     finite[plan.reads.unit_row[result.failed_units]] = False
+    finite[plan.reads.unit_row[result.unread_units]] = False
     return finite
 
 
@@ -111,9 +118,13 @@ def _add_token_logprobs(
     response.token_logprob_offsets.extend(offsets(counts).tolist())
 
 
-def _item_errors(plan: ScorePlan, finite: NDArray[np.bool_]) -> list[inference_pb2.ItemError]:
+def _item_errors(
+    plan: ScorePlan, result: ScoreResult, finite: NDArray[np.bool_]
+) -> list[inference_pb2.ItemError]:
     problems = dict(plan.call.problems)
     problems |= dict.fromkeys(plan.rows.items[~finite].tolist(), NOT_FINITE)
+    late = plan.rows.items[plan.reads.unit_row[result.unread_units]]
+    problems |= dict.fromkeys(late.tolist(), TOO_LATE)
     return [
         inference_pb2.ItemError(index=item, code=problem.code.value[0], message=problem.message)
         for item, problem in sorted(problems.items())

@@ -13,6 +13,7 @@ from stemserve.service.engine import Engine
 from stemserve.service.metrics import Metrics
 from stemserve.service.request import JobTiming, ScoreJob, ScoreResult
 
+ANSWER_S = 0.05  # what a partial answer needs to reach its caller before the deadline
 CLOCK_TOLERANCE_S = 0.01  # gRPC ends a call by its own clock
 
 
@@ -55,6 +56,8 @@ class ScoreRunner:
     def _job(self, plan: ScorePlan, deadline: float | None) -> ScoreJob:
         # The client's id need not be unique.
         request_id = f"score-{next(self._numbers)}:{plan.call.request.request_id}"
+        if plan.call.request.partial_results and deadline is not None:
+            deadline -= ANSWER_S
         return score_job(plan, request_id=request_id, deadline=deadline)
 
     def _count(self, plan: ScorePlan, result: ScoreResult) -> None:

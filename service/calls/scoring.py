@@ -55,6 +55,7 @@ def score_job(plan: ScorePlan, *, request_id: str, deadline: float | None) -> Sc
         salt=plan.call.caller.salt,
         tenant=plan.call.caller.tenant,
         kernel=plan.call.request.kernel,
+        partial=plan.call.request.partial_results,
     )
 
 
@@ -86,6 +87,7 @@ def nothing_read(call: ScoreCall) -> ScoreResult:
         gather_argmax=NO_IDS,
         class_scores=np.zeros((0, call.classes), dtype=np.float32),
         failed_units=NO_IDS,
+        unread_units=NO_IDS,
         usage=JobUsage(),
         timing=JobTiming(),
     )

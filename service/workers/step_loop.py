@@ -229,6 +229,8 @@ class StepLoop:
 
     def _check_time(self) -> None:
         """End jobs whose deadline has passed, and a worker that does not answer."""
+        if self._attached is not None:
+            self._add(self._attached.batcher.expire())
         now = time.monotonic()
         for request_id in [job for job, deadline in self._running.items() if deadline <= now]:
             self._cancel(request_id)

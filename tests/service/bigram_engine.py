@@ -68,6 +68,7 @@ class BigramEngine:
         )
         self.jobs: list[Job] = []
         self.failed_units: list[int] = []
+        self.unread_units: list[int] = []
         self.error: Exception | None = None
         self.hold = asyncio.Event()  # calls wait for it
         self.hold.set()
@@ -101,6 +102,7 @@ class BigramEngine:
             gather_argmax=np.array([row.argmax() for row in rows], dtype=np.int32),
             class_scores=self._class_scores(job),
             failed_units=np.array(self.failed_units, dtype=np.int32),
+            unread_units=np.array(self.unread_units, dtype=np.int32),
             usage=JobUsage(prompt_tokens=tokens, computed_tokens=tokens),
             timing=JobTiming(queue_s=0.001, engine_s=0.002),
         )

@@ -139,6 +139,9 @@ class CountingBatcher:
     def resident_tokens(self, tokens: Int32, salt: bytes) -> int:
         return 0
 
+    def expire(self) -> list[Event]:
+        return []
+
     def pin(self, key: str, tokens: Int32, salt: bytes) -> int:
         return 0
 

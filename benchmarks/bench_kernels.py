@@ -2,11 +2,13 @@
 
     make bench-kernels ARGS="--fa3 FILE --fasttree-src DIR --codec-src DIR"
 
-Sections: decode over trees, prefill over shapes, the parts of tree decode's division, planning on
-the host, and DRAM bytes by the GPU's counters. Tables go to stdout, everything to kernels.json.
+Sections: decode over the trees of the first table and of a file, prefill over shapes, planning on
+the host, the parts of tree decode's division, and DRAM bytes by the GPU's counters. Tables go to
+stdout, everything to kernels.json.
 """
 
 import argparse
+import gc
 import json
 import secrets
 import sys
@@ -25,7 +27,7 @@ from kernel_trees import TREES_FILE, Case, TreeFileError, file_cases, table_case
 from peers import PeerOptions, find_peers
 from plot_kernels import draw
 from prefill_shapes import random_shapes, survey_grid
-from sections import SECTIONS, Measured, RunPlan, run_sections
+from sections import SECTIONS, Measured, RunPlan, run_tasks, tasks
 
 from stemserve.kernels.strategy import Kernel
 
@@ -42,6 +44,7 @@ QUICK_TREES = (
 )
 FULL_SHAPES, QUICK_SHAPES = 40, 10
 FULL_ROUNDS, QUICK_ROUNDS = 3, 2
+FULL_SECONDS, QUICK_SECONDS = 420, 95  # nothing starts later; what is left out is said
 
 
 def parse_options() -> argparse.Namespace:
@@ -53,6 +56,8 @@ def parse_options() -> argparse.Namespace:
         "--trees", type=Path, metavar="FILE", help="trees instead of data/trees.json"
     )
     parser.add_argument("--only", nargs="+", choices=SECTIONS, default=SECTIONS, metavar="SECTION")
+    parser.add_argument("--rounds", type=int, metavar="N", help="of engines in turn, 3 or 2")
+    parser.add_argument("--seconds", type=float, metavar="S", help="nothing starts later")
     parser.add_argument("--seed", type=int, help="of the random shapes; a fresh one by default")
     parser.add_argument("--shapes", type=int, metavar="N", help="random shapes of prefill")
     parser.add_argument("--fa3", type=Path, metavar="FILE", help="_vllm_fa3_C.abi3.so of vLLM")
@@ -81,6 +86,7 @@ def run_plan(options: argparse.Namespace, seed: int) -> tuple[RunPlan, dict[str,
         )
     )
     count = options.shapes or (QUICK_SHAPES if options.quick else FULL_SHAPES)
+    seconds = options.seconds or (QUICK_SECONDS if options.quick else FULL_SECONDS)
     plan = RunPlan(
         sections=options.only,
         table=table_cases(),
@@ -88,7 +94,8 @@ def run_plan(options: argparse.Namespace, seed: int) -> tuple[RunPlan, dict[str,
         shapes=[*survey_grid(), *random_shapes(count, seed)],
         peers=peers,
         choices=Choices(device=torch.device("cuda", 0), dtype=torch.float16),
-        rounds=QUICK_ROUNDS if options.quick else FULL_ROUNDS,
+        rounds=options.rounds or (QUICK_ROUNDS if options.quick else FULL_ROUNDS),
+        deadline_s=time.perf_counter() + seconds,
     )
     return plan, missing
 
@@ -127,16 +134,21 @@ def main() -> int:
     output = options.output or results_folder(plan.choices.device) / "kernels.json"
     known = facts(seed) | {"quick": options.quick}
 
-    def result(measured: Measured) -> dict[str, Any]:
+    measured = Measured()
+
+    def result() -> dict[str, Any]:
         seconds = round(time.perf_counter() - started, 1)
         notes = {"missing_peers": missing | without(plan), "seconds": seconds}
         return known | notes | result_of(plan, measured)
 
-    progress = Progress(plan.steps)
+    gc.collect()
+    gc.freeze()  # collections while measuring then look at what measuring made
+    todo = tasks(plan, measured)
+    progress = Progress(len(todo))
     with torch.inference_mode():
-        measured = run_sections(plan, progress.step, lambda some: write(output, result(some)))
+        run_tasks(todo, measured, plan.deadline_s, progress.step, lambda: write(output, result()))
     progress.close()
-    found = result(measured)
+    found = result()
     print(report(found))
     print(f"\nseed {seed}; {found['seconds']:.0f} s; wrote {output}")
     print(*draw(found, output.parent), sep="\n")

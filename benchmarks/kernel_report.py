@@ -71,6 +71,7 @@ def _missing(result: Result) -> str:
     ]
     counts = Counter(f"{name}: {why}" for name, found in entries if (why := _why_not(found)))
     lines += [f"- {what} ({count} times)" for what, count in counts.items()]
+    lines += [f"- {count} of {section}: no time left" for section, count in result["late"].items()]
     return "## Not measured\n\n" + "\n".join(lines) if lines else ""
 
 

@@ -1,8 +1,10 @@
 """The sections of a run, each a list of rows for kernels.json."""
 
 import gc
+import time
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
+from itertools import compress, zip_longest
 from typing import Any
 
 from choices import Choices, worth_timing
@@ -10,7 +12,7 @@ from decode_engines import Engine, strategy_engine
 from decode_section import measure, plan_times
 from division_section import division_rows
 from dram_section import NoCounters, dram_rows
-from kernel_summary import engine_us, regret
+from kernel_summary import LEAST_FLOOR_US, engine_us, regret
 from kernel_trees import Case, repaged
 from prefill_section import measure_shape
 from prefill_shapes import PrefillShape
@@ -20,10 +22,12 @@ from stemserve.worker.dispatch import Prediction
 
 Row = dict[str, Any]
 
-DECODE, PREFILL, DIVISION, PLANS, DRAM = "decode", "prefill", "division", "plans", "dram"
-SECTIONS = (DECODE, PREFILL, DIVISION, PLANS, DRAM)
+TABLE, PREFILL, TREES = "table", "prefill", "trees"
+PLANS, DIVISION, DRAM = "plans", "division", "dram"
+SECTIONS = (TABLE, PREFILL, TREES, PLANS, DIVISION, DRAM)
 PLANNED_REQUESTS = (64, 1024)
-TABLE_ONLY = ("flex",)  # compiled anew for other heads
+TABLE_ONLY = ("flex", "cascade_auto")  # compiled anew for other heads; known to be far behind
+SAVE_EVERY_S = 5.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,17 +41,7 @@ class RunPlan:
     peers: list[Engine]
     choices: Choices
     rounds: int
-
-    @property
-    def steps(self) -> int:
-        counts = {
-            DECODE: len(self.table) + len(self.trees),
-            PREFILL: len(self.shapes),
-            DIVISION: 1,
-            PLANS: 1,
-            DRAM: 1,
-        }
-        return sum(counts[section] for section in self.sections)
+    deadline_s: float  # of time.perf_counter; nothing starts after it
 
 
 @dataclass(kw_only=True)
@@ -59,60 +53,90 @@ class Measured:
     plans: list[Row] = field(default_factory=list)
     dram: list[Row] = field(default_factory=list)
     no_dram: str | None = None
+    late: dict[str, int] = field(default_factory=dict)  # section: what there was no time for
 
 
-def run_sections(
-    plan: RunPlan, before: Callable[[str], None], after: Callable[[Measured], None]
-) -> Measured:
-    """`before` is told what comes next, `after` gets what there is after each section."""
-    measured = Measured()
-    gc.collect()
-    gc.freeze()  # collections while measuring then look at what measuring made
-    for section in SECTIONS:
-        if section in plan.sections:
-            _RUN[section](plan, measured, before)
-            after(measured)
-    return measured
+@dataclass(frozen=True, kw_only=True)
+class Task:
+    section: str
+    name: str
+    measure: Callable[[], None]
 
 
-def _decode(plan: RunPlan, measured: Measured, before: Callable[[str], None]) -> None:
-    others = [peer for peer in plan.peers if peer.name not in TABLE_ONLY]
-    for cases, rows, peers in (
-        (plan.table, measured.table, plan.peers),
-        (plan.trees, measured.trees, others),
-    ):
-        for case in cases:
-            before(case.name)
-            rows.append(decode_row(case, plan, peers))
-            gc.collect()  # FlashInfer's wrappers hold each other
+def tasks(plan: RunPlan, measured: Measured) -> list[Task]:
+    """What matters most comes first, and two long sections take turns: time may run out."""
+    peers = [peer for peer in plan.peers if peer.name not in TABLE_ONLY]
+    table = [_tree_task(TABLE, case, plan, measured.table, plan.peers) for case in plan.table]
+    trees = [_tree_task(TREES, case, plan, measured.trees, peers) for case in plan.trees]
+    long = [case.floor_us >= LEAST_FLOOR_US for case in plan.trees]  # short: in no mean over floors
+    turns = zip_longest(
+        compress(trees, long), (_shape_task(s, plan, measured) for s in plan.shapes if not s.grid)
+    )
+    found = [
+        *table,
+        *(_shape_task(shape, plan, measured) for shape in plan.shapes if shape.grid),
+        Task(section=PLANS, name="planning", measure=lambda: _plans(plan, measured)),
+        *(task for pair in turns for task in pair if task is not None),
+        Task(section=DIVISION, name="division", measure=lambda: _division(plan, measured)),
+        Task(section=DRAM, name="DRAM bytes", measure=lambda: _dram(measured)),
+        *compress(trees, [not one for one in long]),
+    ]
+    return [task for task in found if task.section in plan.sections]
 
 
-def _prefill(plan: RunPlan, measured: Measured, before: Callable[[str], None]) -> None:
-    for shape in plan.shapes:
-        before(f"P {shape.prefix} S {shape.item} M {shape.items}")
-        measured.shapes.append(measure_shape(shape, plan.choices, plan.rounds))
-        gc.collect()
+def _tree_task(
+    section: str, case: Case, plan: RunPlan, rows: list[Row], peers: list[Engine]
+) -> Task:
+    return Task(
+        section=section,
+        name=case.name,
+        measure=lambda: rows.append(decode_row(case, plan, peers)),
+    )
 
 
-def _division(plan: RunPlan, measured: Measured, before: Callable[[str], None]) -> None:
-    before("division")
+def _shape_task(shape: PrefillShape, plan: RunPlan, measured: Measured) -> Task:
+    return Task(
+        section=PREFILL,
+        name=f"P {shape.prefix} S {shape.item} M {shape.items}",
+        measure=lambda: measured.shapes.append(measure_shape(shape, plan.choices, plan.rounds)),
+    )
+
+
+def run_tasks(
+    todo: list[Task],
+    measured: Measured,
+    deadline_s: float,
+    before: Callable[[str], None],
+    save: Callable[[], None],
+) -> None:
+    """`before` is told what comes next; `save` is called every few seconds and at the end."""
+    saved = time.perf_counter()
+    for task in todo:
+        before(task.name)
+        if time.perf_counter() > deadline_s:
+            measured.late[task.section] = measured.late.get(task.section, 0) + 1
+            continue
+        task.measure()
+        gc.collect()  # FlashInfer's wrappers hold each other
+        if time.perf_counter() - saved > SAVE_EVERY_S:
+            save()
+            saved = time.perf_counter()
+    save()
+
+
+def _division(plan: RunPlan, measured: Measured) -> None:
     measured.division = division_rows(plan.table, plan.rounds)
 
 
-def _plans(plan: RunPlan, measured: Measured, before: Callable[[str], None]) -> None:
-    before("planning")
+def _plans(plan: RunPlan, measured: Measured) -> None:
     measured.plans = plan_rows(plan)
 
 
-def _dram(plan: RunPlan, measured: Measured, before: Callable[[str], None]) -> None:
-    before("DRAM bytes")
+def _dram(measured: Measured) -> None:
     try:
         measured.dram = dram_rows()
     except NoCounters as reason:
         measured.no_dram = str(reason)
-
-
-_RUN = {DECODE: _decode, PREFILL: _prefill, DIVISION: _division, PLANS: _plans, DRAM: _dram}
 
 
 def decode_row(case: Case, plan: RunPlan, peers: list[Engine]) -> Row:

@@ -46,6 +46,7 @@ EMPTY = {
     "plans": [],
     "dram": [],
     "no_dram": None,
+    "late": {"trees": 3},
     "strategies": ["codec", "paged"],
     "peers": ["fa3", "xqa", "flex"],
     "missing_peers": {"fasttree": "not given"},
@@ -85,6 +86,7 @@ def test_a_prefill_row_marks_the_best_and_brackets_what_was_not_timed() -> None:
 def test_a_report_of_nothing_still_says_what_is_missing() -> None:
     text = report(EMPTY)
     assert "fasttree: not given" in text
+    assert "3 of trees: no time left" in text
     assert "## Summary" in text
     assert "## Prefill" not in text
 

@@ -102,6 +102,7 @@ class Path(NamedTuple):
     tokens: float
     tiles: float
     splits: float = 0.0  # 1: tiles were divided
+    part_rows: float = 0.0  # rows, once each part that their tiles were divided into
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -124,13 +125,14 @@ class TileEngine:
     tile_tokens: float  # what a tile costs beside its tokens, as so many of them
     token_seconds: float
     row_seconds: float = 0.0
-    split_seconds: float = 0.0  # to merge what was divided
+    split_seconds: float = 0.0  # where tiles were divided: to launch the merge
+    part_seconds: float = 0.0  # of a row of each part that is written and merged
 
     def __post_init__(self) -> None:
         if min(self.tile_rows, self.lanes, self.slots) < 1:
             raise CostTableError(f"tile_rows, lanes and slots must be at least 1: {self}")
         times = (self.host_seconds, self.launch_seconds, self.row_seconds, self.split_seconds)
-        if min(*times, self.tile_tokens) < 0:
+        if min(*times, self.part_seconds, self.tile_tokens) < 0:
             raise CostTableError(f"times of an engine must not be negative: {self}")
         require_positive([self.token_seconds])
 
@@ -139,7 +141,7 @@ class TileEngine:
         device = self.launch_seconds * part.launches
         device += self.row_seconds * int(part.rows.sum(dtype=np.int64))
         device += self.token_seconds * (path.tokens + path.tiles * self.tile_tokens)
-        device += self.split_seconds * path.splits
+        device += self.split_seconds * path.splits + self.part_seconds * path.part_rows
         return Cost(self.host_seconds * part.launches, device)
 
     def path(self, part: Part) -> "Path":
@@ -149,7 +151,10 @@ class TileEngine:
             return Path(0.0, 0.0)
         if self.splits and number < self.slots:
             shared = max(tokens * self.lanes / self.slots, min(longest, SPLIT_TOKENS))
-            return Path(shared, 1.0, float(shared < longest))
+            if shared >= longest:
+                return Path(longest, 1.0)
+            parts = tokens / tiles / shared
+            return Path(shared, 1.0, 1.0, parts * int(part.rows.sum(dtype=np.int64)))
         mean, waves = tokens / tiles, number / self.slots
         if longest + self.tile_tokens <= EVEN * (mean + self.tile_tokens):
             return Path(math.ceil(waves) * mean, float(math.ceil(waves)))
@@ -191,6 +196,7 @@ class TileEngine:
             token_seconds=self.token_seconds * ratio,
             row_seconds=self.row_seconds * ratio,
             split_seconds=self.split_seconds,
+            part_seconds=self.part_seconds * ratio,
         )
 
 

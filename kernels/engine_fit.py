@@ -54,14 +54,14 @@ def fit_engines(
     some = measured[:: -(-len(measured) // MOST_FITTED)]
     fit = _Fit(some, default_engine(heads[0], heads[2], processors))
     for _, name in product(range(SWEEPS), fit.engines):
-        fit.improve(name, _tiles(fit.engines[name], heads))
+        fit.improve(name, _tiles(fit.engines[name], heads, processors))
         fit.improve(name, (replace(fit.engines[name], tail=tail) for tail in TAILS))
     return fit.result()
 
 
 class _Fit:
     """Seconds = launches * launch_seconds + rows * row_seconds + (tokens + tiles * tile_tokens) *
-    token_seconds + splits * split_seconds, summed over the engines.
+    token_seconds + splits * split_seconds + part_rows * part_seconds, summed over the engines.
     """
 
     def __init__(self, measured: Sequence[Measurement], start: TileEngine) -> None:
@@ -87,16 +87,18 @@ class _Fit:
             self._launches, np.array([m.cost.host_seconds for m in self._measured])
         )
         times = relative_fit(self._columns(self._paths), self._seconds)
-        launch, rows, tokens, tiles, splits = np.split(times, 5)
+        launch, rows, tokens, tiles, splits, parts = np.split(times, 6)
+        token_s = np.maximum(tokens, LEAST_SECONDS)
         return {
             name: replace(
                 engine,
-                host_seconds=float(hosts[i]),
-                launch_seconds=float(launch[i]),
-                token_seconds=(token_s := max(LEAST_SECONDS, float(tokens[i]))),
-                tile_tokens=float(tiles[i]) / token_s,
-                row_seconds=float(rows[i]),
-                split_seconds=float(splits[i]),
+                host_seconds=_rounded(hosts[i]),
+                launch_seconds=_rounded(launch[i]),
+                token_seconds=_rounded(token_s[i]),
+                tile_tokens=_rounded(tiles[i] / token_s[i]),
+                row_seconds=_rounded(rows[i]),
+                split_seconds=_rounded(splits[i]),
+                part_seconds=_rounded(parts[i]),
             )
             for i, (name, engine) in enumerate(self.engines.items())
         }
@@ -122,10 +124,11 @@ class _Fit:
         return float(np.mean(np.abs(np.log(np.maximum(modelled, 1e-9) / self._seconds))))
 
 
-def _tiles(engine: TileEngine, heads: Heads) -> Iterator[TileEngine]:
+def _tiles(engine: TileEngine, heads: Heads, processors: int) -> Iterator[TileEngine]:
+    """Two tiles may run on a processor at once: that matters where they are fewer."""
     query_heads, kv_heads, _ = heads
-    for rows, splits in product(TILE_ROWS, (False, True)):
-        alike = replace(engine, splits=splits)
+    for rows, (splits, slots) in product(TILE_ROWS, ((False, 1), (True, 1), (True, 2))):
+        alike = replace(engine, splits=splits, slots=slots * processors)
         yield replace(alike, tile_rows=rows, lanes=query_heads)
         yield replace(alike, tile_rows=max(1, rows * kv_heads // query_heads), lanes=kv_heads)
 
@@ -154,3 +157,7 @@ def _launches(work: Work, name: str) -> int:
 
 def _rows(work: Work, name: str) -> int:
     return sum(int(p.rows.sum(dtype=np.int64)) for p in work.parts if p.engine == name)
+
+
+def _rounded(value: float) -> float:
+    return float(f"{value:.5g}")

@@ -60,6 +60,16 @@ def test_an_engine_that_splits_spreads_a_tile_over_all_slots() -> None:
     assert path_tokens(blocks(*[(1, 100)] * 5), splitting) == 2 * 116
 
 
+def test_what_is_divided_is_merged() -> None:
+    splitting = replace(ENGINE, splits=True, split_seconds=3e-6, part_seconds=1e-8)
+    whole = replace(ENGINE, splits=True)
+    divided = blocks((10, 4000))  # 2 tiles for 8 slots: in 4 parts each
+    more = splitting.cost(divided).device_seconds - whole.cost(divided).device_seconds
+    assert more == pytest.approx(3e-6 + 4 * 10 * 1e-8)
+    short = blocks((10, 100))
+    assert splitting.cost(short) == whole.cost(short)
+
+
 def test_slots_end_a_share_of_a_tile_apart() -> None:
     uneven = blocks(*[(1, 1000), (1, 500)] * 8)
     even_share = 32 / 8 * (750 + 16)

@@ -55,7 +55,10 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument(
         "--trees", type=Path, metavar="FILE", help="trees instead of data/trees.json"
     )
-    parser.add_argument("--only", nargs="+", choices=SECTIONS, default=SECTIONS, metavar="SECTION")
+    parser.add_argument(
+        "--only", nargs="+", choices=SECTIONS, default=SECTIONS, metavar="SECTION",
+        help=f"some of {', '.join(SECTIONS)}",
+    )  # fmt: skip
     parser.add_argument("--rounds", type=int, metavar="N", help="of engines in turn, 3 or 2")
     parser.add_argument("--seconds", type=float, metavar="S", help="nothing starts later")
     parser.add_argument("--seed", type=int, help="of the random shapes; a fresh one by default")

@@ -6,6 +6,8 @@ adds exact zeros. Its partial results belong to runs of `fixed_split` tokens of 
 its own rows, if it is an item's), and are merged in that order.
 """
 
+from bisect import bisect_right
+from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from itertools import pairwise
 
@@ -157,9 +159,9 @@ def row_groups(steps: ChainSteps, cuts: Int32, limit: int) -> RowGroups:
             parts.append(members)
             ranges.append((0, ALL_ROWS))
             continue
-        for low, high in _row_cuts(steps.low[members], steps.high[members], limit):
-            parts.append(members[(steps.low[members] < high) & (steps.high[members] > low)])
-            ranges.append((low, high))
+        for rows, chosen in _row_cuts(steps.low[members], steps.high[members], limit):
+            parts.append(members[chosen])
+            ranges.append(rows)
     which = np.concatenate([np.empty(0, np.intp), *parts])
     piece = np.repeat(np.arange(len(parts), dtype=np.int32), [len(part) for part in parts])
     bounds = np.array(ranges, np.int32).reshape(-1, 2)
@@ -184,15 +186,26 @@ def _in_tiles(steps: ChainSteps, cuts: Int32) -> tuple[ChainSteps, NDArray[np.in
     return steps.chosen(owner, low=low, high=high), tile
 
 
-def _row_cuts(low: Int32, high: Int32, limit: int) -> list[tuple[int, int]]:
-    """Ranges of rows with at most `limit` steps each; no row has more."""
+def _row_cuts(
+    low: Int32, high: Int32, limit: int
+) -> Iterator[tuple[tuple[int, int], slice | NDArray[np.intp]]]:
+    """Ranges of rows with at most `limit` steps each, and these; no row has more.
+
+    The steps come in the order of `low`.
+    """
     bounds = np.unique(np.concatenate([low, high]))
-    found: list[tuple[int, int]] = []
-    start = int(bounds[0])
-    while start < bounds[-1]:
-        later = bounds[bounds > start]
-        steps = np.sort(low[high > start]).searchsorted(later, "left")
-        stop = int(later[max(0, int(np.count_nonzero(steps <= limit)) - 1)])
-        found.append((start, stop))
+    begun: list[int] = low.searchsorted(
+        bounds, "left"
+    ).tolist()  # steps that begin before each bound
+    ended: list[int] = np.sort(high).searchsorted(bounds, "right").tolist()
+    rows: list[int] = bounds.tolist()
+    start = 0
+    while start < len(rows) - 1:
+        stop = max(start + 1, bisect_right(begun, limit + ended[start]) - 1)
+        first, after = begun[start], begun[stop]
+        if first == ended[start]:
+            yield (rows[start], rows[stop]), slice(first, after)
+        else:  # some steps go on from rows before
+            carried = np.flatnonzero(high[:first] > rows[start])
+            yield (rows[start], rows[stop]), np.append(carried, np.arange(first, after))
         start = stop
-    return found

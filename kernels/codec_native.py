@@ -17,11 +17,12 @@ from stemserve.kernels.codec_division import Division, PieceCosts
 from stemserve.kernels.codec_pieces import Pieces
 from stemserve.kernels.codec_streams import TileStreams
 from stemserve.kernels.codec_tables import HostTables
+from stemserve.kernels.codec_tiles import STEP_TOKENS
 from stemserve.kernels.layout import AttentionLayout, Int32
 
 FOLDER = Path(__file__).parent / "csrc"
-FILES = ("planner.c", "rows.c", "streams.c", "division.c", "pieces.c", "planner.h", "division.h")
-SOURCES = [FOLDER / f"codec_{name}" for name in FILES]
+FILES = ("planner.c", "rows.c", "streams.c", "division.c", "pieces.c", "pairs.c")
+SOURCES = [FOLDER / f"codec_{name}" for name in (*FILES, "planner.h", "division.h")]
 FAILURES = {
     1: "memory is short",
     2: "the layout is not a forest with its pages and segments",
@@ -46,6 +47,14 @@ class _Settings(ctypes.Structure):
     ]
 
 
+class _Pairing(ctypes.Structure):
+    _fields_ = [
+        *((name, ctypes.c_void_p) for name in ("records", "words", "masks")),
+        *((name, ctypes.c_int32) for name in ("count", "size", "bins", "per_step", "wide_end")),
+        ("table", ctypes.c_void_p),
+    ]
+
+
 SIZES = (
     *("rows", "tiles", "wide", "runs", "places", "words", "windowed"),
     *("pieces", "columns", "records", "record_size", "partial_rows", "items", "merges", "total"),
@@ -59,6 +68,7 @@ def planner_library() -> ctypes.CDLL:
     library.stemserve_planner_free.argtypes = [ctypes.c_void_p]
     library.stemserve_planner_plan.argtypes = [ctypes.c_void_p] * 4
     library.stemserve_planner_tables.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64]
+    library.stemserve_pair_bins.argtypes = [ctypes.c_void_p]
     return library
 
 
@@ -116,6 +126,21 @@ class NativePlanner:
                 self._library.stemserve_planner_tables(self._handle, _address(tables), len(tables))
             )
         return _host_tables(layout, dict(zip(SIZES, sizes.tolist(), strict=True)), tables)
+
+    def pair_bins(self, host: HostTables) -> Int32:
+        """The records as `pair_bins` of codec_pairs orders them."""
+        streams, records = host.streams, np.ascontiguousarray(host.records)
+        table = np.empty_like(records)
+        given = _Pairing(
+            *(_address(array) for array in (records, streams.words, streams.masks)),
+            *records.shape,
+            self._settings.bins,
+            STEP_TOKENS // host.layout.page_size,
+            int(streams.region_step[streams.num_wide]),
+            _address(table),
+        )
+        self._check(self._library.stemserve_pair_bins(ctypes.addressof(given)))
+        return table
 
     def _check(self, status: int) -> None:
         if status:

@@ -8,7 +8,8 @@ their other pages, which takes memory.
 
 import numpy as np
 
-from stemserve.kernels.codec_tiles import MASKED
+from stemserve.kernels.codec_tables import HostTables
+from stemserve.kernels.codec_tiles import MASKED, STEP_TOKENS
 from stemserve.kernels.layout import Int32
 
 STEPS, FIRST, NEXT = 2, 3, 8  # fields of a record; see codec_pieces
@@ -112,11 +113,11 @@ def _share(tables: _Tables, pair: list[list[int]], table: Int32, at: dict[int, i
             break
 
 
-def pair_bins(
-    records: Int32, words: Int32, masks: Int32, bins: int, per_step: int, wide_end: int
-) -> Int32:
-    """The records in their new order. `wide_end`: the step after the last of a wide node."""
-    tables = _Tables(records, words, masks, per_step)
+def pair_bins(host: HostTables, bins: int) -> Int32:
+    """The plan's records in their new order."""
+    streams, records = host.streams, host.records
+    wide_end = int(streams.region_step[streams.num_wide])
+    tables = _Tables(records, streams.words, streams.masks, STEP_TOKENS // host.layout.page_size)
     chains = _chains(records, bins)
     order = _partners(_in_turns(tables, chains, wide_end))
     table = records.copy()

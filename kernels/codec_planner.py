@@ -11,7 +11,6 @@ from stemserve.kernels.codec_pairs import pair_bins
 from stemserve.kernels.codec_pieces import divide
 from stemserve.kernels.codec_streams import tile_streams
 from stemserve.kernels.codec_tables import HostTables, host_tables
-from stemserve.kernels.codec_tiles import STEP_TOKENS
 from stemserve.kernels.layout import AttentionLayout
 
 log = logging.getLogger(__name__)
@@ -57,15 +56,8 @@ class Planner:
     def _paired(self, host: HostTables) -> HostTables:
         if not self.pairs:
             return host
-        streams = host.streams
-        records = pair_bins(
-            host.records,
-            streams.words,
-            streams.masks,
-            self.bins,
-            STEP_TOKENS // host.layout.page_size,
-            int(streams.region_step[streams.num_wide]),
-        )
+        native = self._native
+        records = native.pair_bins(host) if native else pair_bins(host, self.bins)
         return replace(host, records=records)
 
     def _plan(self, layout: AttentionLayout) -> HostTables:

@@ -17,6 +17,7 @@ pytest.importorskip("triton")
 
 from tests.kernels.codec_checks import DEVICE, ERROR, assert_close, expected, run_poisoned
 from tests.kernels.codec_forests import Nodes, layout_of, leaves_of, levels, random_kv
+from tests.kernels.test_codec_tiles import random_forest
 
 from stemserve.kernels.attention_state import AttentionState
 from stemserve.kernels.codec_decode import LOG2E, CodecDecode, DecodeNumbers
@@ -29,7 +30,8 @@ from stemserve.kernels.codec_hopper import (
     constants,
     hopper_takes,
 )
-from stemserve.kernels.codec_pairs import NEXT, OTHER_BASE, SHARED, STEPS
+from stemserve.kernels.codec_native import NativePlanner
+from stemserve.kernels.codec_pairs import NEXT, OTHER_BASE, SHARED, STEPS, pair_bins
 from stemserve.kernels.codec_planner import Planner
 from stemserve.kernels.codec_tables import DeviceTables, HostTables
 from stemserve.kernels.cuda_program import SOURCES
@@ -215,6 +217,23 @@ def test_partners_agree_on_what_they_share(widths: tuple[list[int], list[int]]) 
     assert not records[bins - 1, SHARED]
     assert read + int(records[bins - 1, STEPS]) == host.pieces.steps.sum()
     assert records[:, SHARED].any()
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_the_planner_in_c_pairs_bins_alike(seed: int) -> None:
+    rng = np.random.default_rng([seed, 5])
+    bins, group, wide = (
+        int(rng.integers(1, 70)),
+        int(rng.choice([1, 4, 7])),
+        int(rng.choice([9, 48])),
+    )
+    nodes = levels([1, 8, int(rng.integers(20, 200))], [int(n) for n in rng.integers(0, 5000, 3)])
+    if seed % 2:
+        nodes = random_forest(rng, int(rng.integers(1, 200)))
+    costs = PieceCosts(wide=wide)
+    native = NativePlanner(group, bins, 0, costs, Division())
+    host = native.plan(layout_of(nodes, leaves_of(nodes)))
+    assert np.array_equal(native.pair_bins(host), pair_bins(host, bins))
 
 
 def on_gpu(layout: AttentionLayout, heads: tuple[int, int, int], dtype: torch.dtype) -> None:

@@ -24,10 +24,10 @@ from kernel_report import report
 from kernel_summary import calibration, details, summary
 from kernel_tables import Progress
 from kernel_trees import TREES_FILE, Case, TreeFileError, file_cases, table_cases
-from peers import PeerOptions, find_peers
+from peers import PEERS, PeerOptions, find_peers
 from plot_kernels import draw
 from prefill_shapes import random_shapes, survey_grid
-from sections import SECTIONS, Measured, RunPlan, run_tasks, tasks
+from sections import SECTIONS, TABLE_ONLY, Measured, RunPlan, run_tasks, tasks
 
 from stemserve.kernels.strategy import Kernel
 
@@ -67,6 +67,10 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--fasttree-src", type=Path, metavar="DIR", help="checkout of FastTree")
     parser.add_argument("--codec-src", type=Path, metavar="DIR", help="built checkout of CoDec")
     parser.add_argument("--flex", action="store_true", help="FlexAttention too; compiles a minute")
+    parser.add_argument(
+        "--table-only", nargs="+", choices=PEERS, default=TABLE_ONLY, metavar="PEER",
+        help=f"peers that the trees of the file do without ({', '.join(TABLE_ONLY)})",
+    )  # fmt: skip
     parser.add_argument("--output", type=Path, metavar="FILE", help="instead of kernels.json")
     return parser.parse_args()
 
@@ -98,6 +102,7 @@ def run_plan(options: argparse.Namespace, seed: int) -> tuple[RunPlan, dict[str,
         peers=peers,
         choices=Choices(device=torch.device("cuda", 0), dtype=torch.float16),
         rounds=options.rounds or (QUICK_ROUNDS if options.quick else FULL_ROUNDS),
+        table_only=options.table_only,
         deadline_s=time.perf_counter() + seconds,
     )
     return plan, missing

@@ -26,7 +26,7 @@ TABLE, PREFILL, TREES = "table", "prefill", "trees"
 PLANS, DIVISION, DRAM = "plans", "division", "dram"
 SECTIONS = (TABLE, PREFILL, TREES, PLANS, DIVISION, DRAM)
 PLANNED_REQUESTS = (64, 1024)
-TABLE_ONLY = ("flex", "cascade_auto")  # compiled anew for other heads; known to be far behind
+TABLE_ONLY = ("flex", "cascade_auto")  # compiled anew for other heads; far behind everywhere
 SAVE_EVERY_S = 5.0
 
 
@@ -41,6 +41,7 @@ class RunPlan:
     peers: list[Engine]
     choices: Choices
     rounds: int
+    table_only: Collection[str]  # peers that the trees of the file do without
     deadline_s: float  # of time.perf_counter; nothing starts after it
 
 
@@ -65,7 +66,7 @@ class Task:
 
 def tasks(plan: RunPlan, measured: Measured) -> list[Task]:
     """What matters most comes first, and two long sections take turns: time may run out."""
-    peers = [peer for peer in plan.peers if peer.name not in TABLE_ONLY]
+    peers = [peer for peer in plan.peers if peer.name not in plan.table_only]
     table = [_tree_task(TABLE, case, plan, measured.table, plan.peers) for case in plan.table]
     trees = [_tree_task(TREES, case, plan, measured.trees, peers) for case in plan.trees]
     long = [case.floor_us >= LEAST_FLOOR_US for case in plan.trees]  # short: in no mean over floors
@@ -105,6 +106,7 @@ def _shape_task(shape: PrefillShape, plan: RunPlan, measured: Measured) -> Task:
 def run_tasks(
     todo: list[Task],
     measured: Measured,
+    table_only: Collection[str]  # peers that the trees of the file do without
     deadline_s: float,
     before: Callable[[str], None],
     save: Callable[[], None],

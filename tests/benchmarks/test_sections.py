@@ -37,6 +37,7 @@ def test_long_trees_and_random_shapes_take_turns_and_short_trees_come_last() -> 
         peers=[],
         choices=Choices(device=torch.device("cpu"), dtype=torch.float32),
         rounds=1,
+        table_only=(),
         deadline_s=0.0,
     )
     order = [(task.section, task.name) for task in tasks(plan, Measured())]

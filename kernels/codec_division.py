@@ -49,7 +49,7 @@ class PieceCosts:
                 start = _start_tokens(engine)
             case None:
                 return cls()
-        piece = round(min(max(start, STEP_TOKENS / 2), 8 * STEP_TOKENS))
+        piece = round(min(max(start, STEP_TOKENS), 4 * STEP_TOKENS))  # see docs/log.md
         return cls(piece=piece, merge=piece, slack=round(0.35 * piece))
 
 

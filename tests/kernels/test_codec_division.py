@@ -26,7 +26,7 @@ def loads(pieces: Pieces, bins: int = 33) -> Float64:
     return np.bincount(pieces.bin, pieces.steps, bins).astype(np.float64)
 
 
-@pytest.mark.parametrize("start", [40.0, 128.0, 300.0])
+@pytest.mark.parametrize("start", [70.0, 128.0, 250.0])
 def test_a_measured_engine_says_what_a_piece_costs(start: float) -> None:
     tiles = TileEngine(
         host_seconds=1e-5,

@@ -106,7 +106,6 @@ def _shape_task(shape: PrefillShape, plan: RunPlan, measured: Measured) -> Task:
 def run_tasks(
     todo: list[Task],
     measured: Measured,
-    table_only: Collection[str]  # peers that the trees of the file do without
     deadline_s: float,
     before: Callable[[str], None],
     save: Callable[[], None],

@@ -3,6 +3,7 @@
 import ctypes
 import logging
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
 
 import torch
@@ -84,6 +85,18 @@ OFFSETS: list[int] = [getattr(Arguments, name).offset for name in POINTERS + INT
 Place = tuple[int, torch.Size, tuple[int, ...]]  # address, shape and strides
 
 
+@cache
+def tree_kernel(head_dim: int, dtype: torch.dtype, device: torch.device) -> CudaKernel:
+    """Compiled once a process, in some seconds."""
+    options = [
+        "--gpu-architecture=sm_90a",
+        *(f"-D{name}={value}" for name, value in constants(head_dim, dtype).items()),
+    ]
+    cuda: Any = torch.cuda  # partly untyped
+    with cuda.device(device):
+        return CudaKernel(FILES, "tree_kernel", options, SHARED_BYTES)
+
+
 @dataclass(kw_only=True)
 class HopperTree:
     """The kernel for one shape of heads; two bins of a head share a block."""
@@ -99,14 +112,9 @@ class HopperTree:
         cls, shape: HeadShape, dtype: torch.dtype, device: torch.device, bins: int
     ) -> "HopperTree | None":
         """None, with a warning, where the kernel cannot be compiled or loaded."""
-        options = [
-            "--gpu-architecture=sm_90a",
-            *(f"-D{name}={value}" for name, value in constants(shape.head_dim, dtype).items()),
-        ]
         cuda: Any = torch.cuda  # partly untyped
         try:
-            with cuda.device(device):
-                kernel = CudaKernel(FILES, "tree_kernel", options, SHARED_BYTES)
+            kernel = tree_kernel(shape.head_dim, dtype, device)
         except CudaError as error:
             log.warning("tree decode runs without its Hopper kernel, slower: %s", error)
             return None

@@ -2,9 +2,10 @@
 
 import ctypes
 import logging
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cache
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -13,7 +14,7 @@ from stemserve.kernels.attention_state import AttentionState, LayerKV
 from stemserve.kernels.codec_pieces import RECORD
 from stemserve.kernels.codec_tables import DeviceTables
 from stemserve.kernels.codec_tiles import MASKED, PAGE_BITS, TILE_ROWS
-from stemserve.kernels.cuda_program import CudaError, CudaKernel, TensorMap, tensor_map
+from stemserve.kernels.cuda_program import CudaError, CudaKernel, TensorMap
 from stemserve.kernels.layout import HeadShape
 
 log = logging.getLogger(__name__)
@@ -85,6 +86,14 @@ OFFSETS: list[int] = [getattr(Arguments, name).offset for name in POINTERS + INT
 Place = tuple[int, torch.Size, tuple[int, ...]]  # address, shape and strides
 
 
+class Launchable(Protocol):
+    """`CudaKernel`, or what runs its source elsewhere."""
+
+    def tensor_map(self, tensor: Tensor, box: Sequence[int]) -> TensorMap: ...
+
+    def launch(self, blocks: int, threads: int, addresses: Sequence[int]) -> None: ...
+
+
 @cache
 def tree_kernel(head_dim: int, dtype: torch.dtype, device: torch.device) -> CudaKernel:
     """Compiled once a process, in some seconds."""
@@ -103,7 +112,7 @@ class HopperTree:
 
     shape: HeadShape
     bins: int
-    kernel: CudaKernel
+    kernel: Launchable
     merges_inside: bool  # all blocks run at once, so that they may wait for each other
     _maps: dict[Place, TensorMap] = field(default_factory=dict[Place, TensorMap])
 
@@ -169,7 +178,7 @@ class HopperTree:
         if found is None:
             if len(self._maps) >= KEPT_MAPS:
                 self._maps.clear()
-            found = self._maps[key] = tensor_map(pages, (64, 1, PAGE, 1))
+            found = self._maps[key] = self.kernel.tensor_map(pages, (64, 1, PAGE, 1))
         return found
 
 

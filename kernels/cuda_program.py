@@ -20,6 +20,9 @@ SWIZZLE_128 = 3  # CU_TENSOR_MAP_SWIZZLE_128B
 MAP_BYTES, MAP_ALIGNMENT = 128, 64  # of CUtensorMap
 
 
+TensorMap = ctypes.Array[ctypes.c_char]
+
+
 class CudaError(RuntimeError):
     """A call of the driver or of NVRTC failed."""
 
@@ -105,6 +108,9 @@ class CudaKernel:
             "cuFuncSetAttribute",
         )
 
+    def tensor_map(self, tensor: Tensor, box: Sequence[int]) -> TensorMap:
+        return tensor_map(tensor, box)
+
     def launch(self, blocks: int, threads: int, addresses: Sequence[int]) -> None:
         """`addresses` of the arguments, in the kernel's order; runs on PyTorch's current stream."""
         arguments = (ctypes.c_void_p * len(addresses))(*addresses)
@@ -116,14 +122,11 @@ class CudaKernel:
         _checked(status, "cuLaunchKernel")
 
 
-TensorMap = ctypes.Array[ctypes.c_char]
-
-
 def tensor_map(tensor: Tensor, box: Sequence[int]) -> TensorMap:
     """How the copy engine reads boxes of a tensor into swizzled shared memory.
 
     `box` is from the last dimension to the first, of 64 elements there; what lies outside the
-    tensor is read as zeros. Returns ctypes memory that is passed to a kernel by value.
+    tensor is read as zeros. A kernel takes the map by value.
     """
     rank = tensor.dim()
     memory = ctypes.create_string_buffer(MAP_BYTES + MAP_ALIGNMENT)

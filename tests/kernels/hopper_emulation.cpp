@@ -26,11 +26,12 @@ static TensorMap map_of(const Tensor& tensor) {
     return map;
 }
 
-extern "C" bool run_tree_kernel(int blocks, const Tensor* tensors, const Arguments* a) {
+extern "C" bool run_tree_kernel(
+    int blocks, const Tensor* k_pages, const Tensor* v_pages, const Arguments* a) {
     return run_blocks(blocks, THREADS, [&] {
         tree_kernel(
-            map_of(tensors[0]), map_of(tensors[1]), a->q, a->records, a->words, a->masks, a->partial_out, a->partial_lse, a->out, a->lse,
-            a->rows, a->merge_count, a->merge, a->arrivals, a->q_stride, a->partial_rows,
+            map_of(*k_pages), map_of(*v_pages), a->q, a->records, a->words, a->masks,
+            a->partial_out, a->partial_lse, a->out, a->lse, a->rows, a->merge_count, a->merge, a->arrivals, a->q_stride, a->partial_rows,
             a->record_size, a->bins, a->heads, a->kv_heads, a->columns, a->merged_rows, a->scale,
             a->v_scale);
     });

@@ -7,6 +7,7 @@ every block, with all that they wait for. A run in which nobody can go on fails.
 import ctypes
 import shutil
 import subprocess
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -24,9 +25,9 @@ from stemserve.kernels.codec_decode import LOG2E, CodecDecode, DecodeNumbers
 from stemserve.kernels.codec_division import Division, PieceCosts
 from stemserve.kernels.codec_hopper import (
     FILES,
+    OFFSETS,
     WIDE_TOKENS,
-    Arguments,
-    block_count,
+    HopperTree,
     constants,
     hopper_takes,
 )
@@ -34,7 +35,7 @@ from stemserve.kernels.codec_native import NativePlanner
 from stemserve.kernels.codec_pairs import NEXT, OTHER_BASE, SHARED, STEPS, pair_bins
 from stemserve.kernels.codec_planner import Planner
 from stemserve.kernels.codec_tables import DeviceTables, HostTables
-from stemserve.kernels.cuda_program import SOURCES
+from stemserve.kernels.cuda_program import SOURCES, TensorMap
 from stemserve.kernels.layout import AttentionLayout, HeadShape
 
 HERE = Path(__file__).parent
@@ -45,17 +46,23 @@ on_hopper = pytest.mark.skipif(
 emulated = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
 
 
-class _Tensor(ctypes.Structure):
-    _fields_ = [
-        ("base", ctypes.c_void_p),
-        ("sizes", ctypes.c_int64 * 4),
-        ("strides", ctypes.c_int64 * 4),
-    ]
+class EmulatedKernel:
+    """Takes the place of `CudaKernel`; a tensor's address, sizes and strides that of its map."""
 
+    def __init__(self, library: ctypes.CDLL) -> None:
+        self._run = library.run_tree_kernel
+        self._run.restype = ctypes.c_bool
+        self._run.argtypes = [ctypes.c_int, *[ctypes.c_void_p] * 3]
 
-def _tensor(pages: torch.Tensor) -> _Tensor:
-    four = ctypes.c_int64 * 4
-    return _Tensor(pages.data_ptr(), four(*reversed(pages.shape)), four(*reversed(pages.stride())))
+    def tensor_map(self, tensor: torch.Tensor, box: Sequence[int]) -> TensorMap:
+        assert tuple(box) == (64, 1, 16, 1)
+        sizes, strides = reversed(tensor.shape), reversed(tensor.stride())
+        numbers = (ctypes.c_int64 * 9)(tensor.data_ptr(), *sizes, *strides)
+        return (ctypes.c_char * 72).from_buffer(numbers)
+
+    def launch(self, blocks: int, threads: int, addresses: Sequence[int]) -> None:
+        assert threads == 384 and len(addresses) == 2 + len(OFFSETS)
+        assert self._run(blocks, *addresses[:3]), "the threads wait for each other"
 
 
 @pytest.fixture(scope="module")
@@ -99,30 +106,22 @@ def check(
     kv = random_kv(layout, shape, dtype, torch.device("cpu"))
     fused = torch.randn((layout.num_rows, query_heads + 2 * kv_heads, dim)).to(dtype)
     q = fused[:, :query_heads]
-    partial_rows = max(1, tables.capacity.partial_rows)
+    size = (kv_heads, max(1, tables.capacity.partial_rows))
     part_dtype = torch.float16 if dtype == torch.float16 else torch.float32
-    parts = torch.full((kv_heads, partial_rows, dim), torch.nan, dtype=part_dtype)
-    part_lse = torch.full((kv_heads, partial_rows), torch.nan)
+    parts = AttentionState(
+        torch.full((*size, dim), torch.nan, dtype=part_dtype), torch.full(size, torch.nan)
+    )
     arrivals = torch.zeros(kv_heads, dtype=torch.int64)
+    kernel = EmulatedKernel(library(folder, dim, dtype))
+    tree = HopperTree(shape=shape, bins=bins, kernel=kernel, merges_inside=True)
+    assert tree.takes(tables, q, kv)
+    scales = (shape.scale * LOG2E, 1.0)
     for _ in range(2):
-        out, lse = torch.full_like(q, torch.nan), torch.full(q.shape[:2], torch.nan)
-        out = out.contiguous()
-        arguments = Arguments(
-            *(q.data_ptr(), tables.records.data_ptr()),
-            *(tables.words.data_ptr(), tables.masks.data_ptr()),
-            *(parts.data_ptr(), part_lse.data_ptr(), out.data_ptr(), lse.data_ptr()),
-            *(tables.rows.data_ptr(), tables.merge_count.data_ptr()),
-            *(tables.merge.data_ptr(), arrivals.data_ptr()),
-            *(q.stride(0), partial_rows, tables.records.shape[1], bins, query_heads, kv_heads),
-            *(tables.capacity.columns, layout.num_rows if host.merges else 0),
-            *(shape.scale * LOG2E, 1.0),
+        state = AttentionState(
+            torch.full(q.shape, torch.nan, dtype=dtype), torch.full(q.shape[:2], torch.nan)
         )
-        tensors = (_Tensor * 2)(_tensor(kv.k_pages), _tensor(kv.v_pages))
-        blocks = block_count(bins, kv_heads)
-        run = library(folder, dim, dtype).run_tree_kernel
-        run.restype = ctypes.c_bool
-        assert run(blocks, tensors, ctypes.byref(arguments)), "the threads wait for each other"
-        state = AttentionState(out, lse)
+        merged = tree.read_tree(tables, parts, arrivals, q, kv, state, scales, host.merges)
+        assert merged == host.merges
         assert_close(state, expected(layout, q, kv, shape), ERROR[dtype])
     return host
 
@@ -160,7 +159,7 @@ def test_wide_nodes_are_loaded_once_for_two_tiles(
 
 @emulated
 def test_tiles_that_begin_alike_share_their_first_steps(folder: Path) -> None:
-    nodes = levels([1, 2, 4, 80], [300, 40, 16, 20])
+    nodes = levels([1, 2, 4, 64], [300, 40, 16, 20])
     host = check(folder, layout_of(nodes, leaves_of(nodes)), (4, 1, 128), 4)
     shared, steps = host.records[:, SHARED], host.records[:, STEPS]
     assert host.streams.num_wide == 0

@@ -79,6 +79,8 @@ class Choice:
 _Verdict = tuple[Kernel, Reason]
 
 TIE_S = 2e-6  # of a layer: less is no difference
+# What predictions of decode cannot tell apart, the tree kernel wins: 136 of 145 trees on an H200.
+CLEARLY = 1.08
 TREES = Phase.PREFILL  # whose candidates are trees
 FREE = (Reason.COST_MODEL, Reason.ONLY)  # nobody forced the kernel
 
@@ -235,11 +237,15 @@ class Dispatcher:
             if of_phase == phase
         ]
         least = min((p.seconds for p in predictions if p.refusal is None), default=0.0)
+        doubted = phase is Phase.DECODE and phase in self._replayed
 
         def order(p: Prediction) -> tuple[bool, bool, float, float]:
+            seconds, device_s = p.seconds, p.cost.device_seconds
+            if doubted and device_s and p.kernel is not Kernel.CODEC:
+                seconds = device_s = CLEARLY * seconds
             # The device's time is what counts where the host runs ahead of it.
-            ties = p.seconds <= least + TIE_S
-            return p.refusal is not None, not ties, ties * p.cost.device_seconds, p.seconds
+            ties = seconds <= least + TIE_S
+            return p.refusal is not None, not ties, ties * device_s, seconds
 
         return sorted(predictions, key=order)
 

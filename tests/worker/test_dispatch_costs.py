@@ -45,6 +45,28 @@ def test_the_host_costs_nothing_where_a_graph_is_replayed(
     assert choice.strategy.kernel is chosen
 
 
+@pytest.mark.parametrize(("codec_s", "chosen"), [(52e-6, Kernel.CODEC), (55e-6, Kernel.PAGED)])
+def test_the_tree_kernel_decodes_unless_another_is_clearly_faster(
+    codec_s: float, chosen: Kernel
+) -> None:
+    class Near:
+        def strategy_cost(
+            self, phase: Phase, kernel: Kernel, layout: AttentionLayout, work: Work
+        ) -> Cost:
+            return Cost(60e-6, codec_s if kernel is Kernel.CODEC else 50e-6)
+
+    both = [
+        Toy(kernel=kernel, phase=Phase.DECODE, seconds_a_token=1)
+        for kernel in (Kernel.PAGED, Kernel.CODEC)
+    ]
+    plan = PlanBuilder()
+    plan.decode(plan.node(8, [0, 1]), 1)
+    (choice,) = Dispatcher(toys(*both), Near(), forced=None).choose(
+        decode_step(plan.build(), LIMITS)
+    )
+    assert choice.strategy.kernel is chosen
+
+
 class Overhead:
     """A call costs 10 whatever it does, a token 1 in `split`, and 2 in `ragged`."""
 

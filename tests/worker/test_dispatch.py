@@ -184,7 +184,7 @@ def real() -> Dispatcher:
         corrections={},
     )
     available = strategies(SHAPE, device=CPU, dtype=torch.float32, costs=costs)
-    return Dispatcher(available, costs, forced=None)
+    return Dispatcher(available, costs, forced=None, replayed=())
 
 
 def decode_forest(prefix_pages: int, sequences: int) -> Step:

@@ -160,14 +160,14 @@ def _table(bench: Bench, blocks: BlockEngine) -> CostTable:
         query_heads=bench.shape.query_heads,
         kv_heads=bench.shape.kv_heads,
         head_dim=bench.shape.head_dim,
-        libraries=_libraries(bench.device),
+        libraries=libraries(bench.device),
         threads=torch.get_num_threads() if bench.device.type == "cpu" else 1,
         engines={TORCH: blocks},
         corrections={},
     )
 
 
-def _libraries(device: torch.device) -> dict[str, str]:
+def libraries(device: torch.device) -> dict[str, str]:
     """What the measured kernels come from, where it is installed."""
     names = ["torch"] if device.type == "cpu" else ["torch", "triton", "flashinfer-python"]
     found: dict[str, str] = {}

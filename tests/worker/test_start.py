@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -99,6 +100,18 @@ def test_a_given_cost_table_is_scaled_to_the_models_heads(costs_file: Path, fold
     facts = parts(folder, costs_file).facts
     assert facts.query_heads == 4
     assert facts.cost_table_json == costs_file.read_text()
+
+
+def test_a_table_of_other_libraries_is_taken_and_told(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / "costs.json"
+    here = torch.__version__.partition("+")[0]
+    for version, told in ((f"{here}+cu999", False), ("1.0.0", True)):
+        path.write_text(tables_json([replace(COSTS, libraries={"torch": version})]))
+        with caplog.at_level(logging.INFO):
+            device_costs(path, HEADS, torch.float32, CPU, lambda done, total: None)
+        assert (f"measured with torch {version}" in caplog.text) is told
 
 
 @pytest.mark.parametrize("text", ["", "{}", '{"format_version": 9}'])

@@ -1,6 +1,5 @@
 """Tree decode on a CUDA device: shared pages are read once by all rows below them."""
 
-import math
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -9,10 +8,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from stemserve.kernels import codec_triton
 from stemserve.kernels.attention_state import AttentionState, LayerKV
 from stemserve.kernels.codec_division import Division, PieceCosts
 from stemserve.kernels.codec_hopper import WIDE_TOKENS, HopperTree, hopper_takes
+from stemserve.kernels.codec_launch import LOG2E, DecodeNumbers, TritonTree, launch_shape
 from stemserve.kernels.codec_pieces import DEFAULT_COSTS, DEFAULT_DIVISION
 from stemserve.kernels.codec_planner import Planner
 from stemserve.kernels.codec_tables import DeviceTables, HostTables
@@ -22,41 +21,9 @@ from stemserve.kernels.layout import AttentionLayout, HeadShape
 from stemserve.kernels.strategy import Kernel, Part, Phase, Work
 
 PAGE_SIZES = tuple(size for size in (8, 16, 32, 64) if size <= STEP_TOKENS)
-LOG2E = 1 / math.log(2)
-KERNELS: Any = codec_triton  # untyped: device code
 # Whether decode takes the kernel of codec_hopper.cu where that can run. Its tests on the CPU pass,
 # and on an H200 those of the version before the present one; see docs/log.md.
 HOPPER = False
-
-
-def _power_of_2(least: int) -> int:
-    return 1 << (least - 1).bit_length()
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LaunchShape:
-    """How a head of some bytes is best read (H200)."""
-
-    resident: int  # CTAs an SM
-    stages: int  # steps in shared memory
-    warps: int
-    registers: int | None = None
-
-
-NARROW = LaunchShape(resident=2, stages=3, warps=4)  # to 256 bytes a head
-WIDE = LaunchShape(resident=1, stages=2, warps=8)  # to 512
-WIDEST = LaunchShape(resident=1, stages=1, warps=8)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DecodeNumbers:
-    """Number formats and what the model adds to plain attention."""
-
-    dtype: torch.dtype  # of q and the result
-    soft_cap: float = 0.0  # 0: none
-    window: int = 0  # tokens that a row sees, itself included; 0: all
-    k_scale: float = 1.0  # of FP8 pages
-    v_scale: float = 1.0
 
 
 @dataclass(kw_only=True)
@@ -68,6 +35,10 @@ class DecodePlan:
     partial_lse: Tensor  # [kv_heads, partial_rows]
     merges: bool
     arrivals: Tensor  # int64 [kv_heads], where the kernel itself merges
+
+    @property
+    def partial(self) -> AttentionState:
+        return AttentionState(self.partial_out, self.partial_lse)
 
     @property
     def work(self) -> Work:
@@ -135,16 +106,12 @@ class CodecDecode:
             return self._processors
         cuda: Any = torch.cuda  # partly untyped
         count: int = cuda.get_device_properties(self.device).multi_processor_count
-        return max(1, count * self.launch.resident // self.shape.kv_heads)
+        resident = launch_shape(self.shape, self.numbers).resident
+        return max(1, count * resident // self.shape.kv_heads)
 
-    @property
-    def padded_dim(self) -> int:
-        return max(16, _power_of_2(self.shape.head_dim))
-
-    @property
-    def launch(self) -> LaunchShape:
-        head_bytes = self.padded_dim * self.numbers.dtype.itemsize
-        return NARROW if head_bytes <= 256 else WIDE if head_bytes <= 512 else WIDEST
+    @cached_property
+    def triton(self) -> TritonTree:
+        return TritonTree(self.shape, self.numbers, self.division, self.bins)
 
     def refusal(self, layout: AttentionLayout) -> str | None:
         if self.phase is Phase.DECODE and (reason := decode_refusal(layout)):
@@ -214,9 +181,10 @@ class CodecDecode:
         if self.hopper is not None and self.hopper.takes(plan.tables, q, kv):
             merged = self._read_on_hopper(self.hopper, plan, q, kv, target)
         else:
-            merged = self._read_tree(plan, q, kv, target)
+            self.triton.read_tree(plan.tables, plan.partial, q, kv, target)
+            merged = False
         if plan.merges and not merged:
-            self._merge(plan, target)
+            self.triton.merge(plan.tables, plan.partial, target)
 
     def _check_own_rows(self, kv: LayerKV) -> None:
         for rows in (kv.k_rows, kv.v_rows):
@@ -233,7 +201,7 @@ class CodecDecode:
     ) -> bool:
         return hopper.read_tree(
             plan.tables,
-            AttentionState(plan.partial_out, plan.partial_lse),
+            plan.partial,
             plan.arrivals,
             q,
             kv,
@@ -242,79 +210,13 @@ class CodecDecode:
             plan.merges and self.division.parallel_reduction,
         )
 
-    def _read_tree(self, plan: DecodePlan, q: Tensor, kv: LayerKV, target: AttentionState) -> bool:
-        tables, numbers, shape = plan.tables, self.numbers, self.shape
-        scale, cap_scale = shape.scale * numbers.k_scale * LOG2E, 0.0
-        if numbers.soft_cap:
-            scale, cap_scale = numbers.soft_cap * LOG2E, 2 * scale / numbers.soft_cap
-        KERNELS.tree_kernel[(self.bins * shape.kv_heads,)](
-            q,
-            kv.k_pages,
-            kv.v_pages,
-            kv.k_rows,
-            kv.v_rows,
-            tables.records,
-            tables.words,
-            tables.masks,
-            tables.positions,
-            tables.starts,
-            plan.partial_out,
-            plan.partial_lse,
-            target.out,
-            target.lse,
-            q.stride(0),
-            kv.k_rows.stride(0),
-            kv.v_rows.stride(0),
-            plan.partial_lse.shape[1],
-            scale,
-            cap_scale,
-            numbers.v_scale,
-            HEADS=shape.query_heads,
-            KV_HEADS=shape.kv_heads,
-            DIM=shape.head_dim,
-            DIM_PAD=self.padded_dim,
-            PAGE=kv.k_pages.shape[1],
-            STAGES=self.launch.stages,
-            SOFT_CAP=numbers.soft_cap > 0,
-            WINDOW=numbers.window > 0,
-            HAS_ITEMS=tables.capacity.items,
-            WIDEN=numbers.dtype == torch.float32 or q.device.type == "cpu",
-            num_warps=self.launch.warps,
-            maxnreg=self.launch.registers,
-        )
-        return False
 
-    def _merge_block(self, rows: int, columns: int) -> tuple[int, int]:
-        """Heads of a program of the merge, and partial results that it loads at once (H200)."""
-        if not self.division.parallel_reduction:
-            return 1, 1
-        if self.division.fixed_split:  # the same for any batch
-            return 1, 8
-        if columns <= 4 and self.shape.group <= 8:
-            return self.shape.group, columns
-        if rows * self.shape.query_heads <= 1024 or self.shape.group % 2:
-            return 1, min(columns, 40)
-        return 2, 8
-
-    def _merge(self, plan: DecodePlan, target: AttentionState) -> None:
-        tables, shape = plan.tables, self.shape
-        columns, rows = tables.capacity.columns, tables.capacity.rows
-        heads, block = self._merge_block(rows, columns)
-        KERNELS.merge_kernel[(shape.query_heads // heads, rows)](
-            plan.partial_out,
-            plan.partial_lse,
-            tables.rows,
-            tables.merge_count,
-            tables.merge,
-            target.out,
-            target.lse,
-            columns,
-            plan.partial_lse.shape[1],
-            HEADS=shape.query_heads,
-            KV_HEADS=shape.kv_heads,
-            DIM=shape.head_dim,
-            DIM_PAD=self.padded_dim,
-            OWN_HEADS=heads,
-            BLOCK=block,
-            num_warps=1,
-        )
+__all__ = [
+    "HOPPER",
+    "LOG2E",
+    "PAGE_SIZES",
+    "CodecDecode",
+    "DecodeNumbers",
+    "DecodePlan",
+    "host_work",
+]

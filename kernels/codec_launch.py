@@ -1,0 +1,149 @@
+"""Launches of the tree kernel and of the merge in Triton."""
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from stemserve.kernels import codec_triton
+from stemserve.kernels.attention_state import AttentionState, LayerKV
+from stemserve.kernels.codec_division import Division
+from stemserve.kernels.codec_tables import DeviceTables
+from stemserve.kernels.layout import HeadShape
+
+LOG2E = 1 / math.log(2)
+KERNELS: Any = codec_triton  # untyped: device code
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LaunchShape:
+    """How a head of some bytes is best read (H200)."""
+
+    resident: int  # CTAs an SM
+    stages: int  # steps in shared memory
+    warps: int
+    registers: int | None = None
+
+
+NARROW = LaunchShape(resident=2, stages=3, warps=4)  # to 256 bytes a head
+WIDE = LaunchShape(resident=1, stages=2, warps=8)  # to 512
+WIDEST = LaunchShape(resident=1, stages=1, warps=8)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DecodeNumbers:
+    """Number formats and what the model adds to plain attention."""
+
+    dtype: torch.dtype  # of q and the result
+    soft_cap: float = 0.0  # 0: none
+    window: int = 0  # tokens that a row sees, itself included; 0: all
+    k_scale: float = 1.0  # of FP8 pages
+    v_scale: float = 1.0
+
+
+def padded_dim(head_dim: int) -> int:
+    """The least power of two that holds a head, and a matrix product's least size."""
+    return max(16, 1 << (head_dim - 1).bit_length())
+
+
+def launch_shape(shape: HeadShape, numbers: DecodeNumbers) -> LaunchShape:
+    head_bytes = padded_dim(shape.head_dim) * numbers.dtype.itemsize
+    return NARROW if head_bytes <= 256 else WIDE if head_bytes <= 512 else WIDEST
+
+
+class TritonTree:
+    def __init__(
+        self, shape: HeadShape, numbers: DecodeNumbers, division: Division, bins: int
+    ) -> None:
+        self._shape = shape
+        self._numbers = numbers
+        self._division = division
+        self._bins = bins
+        self._padded_dim = padded_dim(shape.head_dim)
+        self._launch = launch_shape(shape, numbers)
+
+    def read_tree(
+        self,
+        tables: DeviceTables,
+        partial: AttentionState,  # [kv_heads, partial_rows, head_dim], [kv_heads, partial_rows]
+        q: Tensor,
+        kv: LayerKV,
+        target: AttentionState,
+    ) -> None:
+        numbers, shape = self._numbers, self._shape
+        scale, cap_scale = shape.scale * numbers.k_scale * LOG2E, 0.0
+        if numbers.soft_cap:
+            scale, cap_scale = numbers.soft_cap * LOG2E, 2 * scale / numbers.soft_cap
+        KERNELS.tree_kernel[(self._bins * shape.kv_heads,)](
+            q,
+            kv.k_pages,
+            kv.v_pages,
+            kv.k_rows,
+            kv.v_rows,
+            tables.records,
+            tables.words,
+            tables.masks,
+            tables.positions,
+            tables.starts,
+            partial.out,
+            partial.lse,
+            target.out,
+            target.lse,
+            q.stride(0),
+            kv.k_rows.stride(0),
+            kv.v_rows.stride(0),
+            partial.lse.shape[1],
+            scale,
+            cap_scale,
+            numbers.v_scale,
+            HEADS=shape.query_heads,
+            KV_HEADS=shape.kv_heads,
+            DIM=shape.head_dim,
+            DIM_PAD=self._padded_dim,
+            PAGE=kv.k_pages.shape[1],
+            STAGES=self._launch.stages,
+            SOFT_CAP=numbers.soft_cap > 0,
+            WINDOW=numbers.window > 0,
+            HAS_ITEMS=tables.capacity.items,
+            WIDEN=numbers.dtype == torch.float32 or q.device.type == "cpu",
+            num_warps=self._launch.warps,
+            maxnreg=self._launch.registers,
+        )
+
+    def merge(self, tables: DeviceTables, partial: AttentionState, target: AttentionState) -> None:
+        shape = self._shape
+        columns, rows = tables.capacity.columns, tables.capacity.rows
+        heads, block = self._merge_block(rows, columns)
+        KERNELS.merge_kernel[(shape.query_heads // heads, rows)](
+            partial.out,
+            partial.lse,
+            tables.rows,
+            tables.merge_count,
+            tables.merge,
+            target.out,
+            target.lse,
+            columns,
+            partial.lse.shape[1],
+            HEADS=shape.query_heads,
+            KV_HEADS=shape.kv_heads,
+            DIM=shape.head_dim,
+            DIM_PAD=self._padded_dim,
+            OWN_HEADS=heads,
+            BLOCK=block,
+            num_warps=1,
+        )
+
+    def _merge_block(self, rows: int, columns: int) -> tuple[int, int]:
+        """Heads of a program of the merge, and partial results that it loads at once (H200)."""
+        if not self._division.parallel_reduction:
+            return 1, 1
+        if self._division.fixed_split:  # the same for any batch
+            return 1, 8
+        group = self._shape.group
+        if columns <= 4 and group <= 8:
+            return group, columns
+        if rows * self._shape.query_heads <= 1024 or group % 2:
+            return 1, min(columns, 40)
+        return 2, 8

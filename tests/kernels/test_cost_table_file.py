@@ -4,10 +4,11 @@ import json
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 from tests.kernels.forests import head_shape
 
-from stemserve.kernels.cost_correction import Corrections, StrategyCorrection
+from stemserve.kernels.cost_correction import FEATURES, Corrections, StrategyCorrection
 from stemserve.kernels.cost_model import CostTable
 from stemserve.kernels.cost_table_file import (
     of_dtype,
@@ -16,7 +17,7 @@ from stemserve.kernels.cost_table_file import (
     table_for_heads,
     tables_json,
 )
-from stemserve.kernels.engine_cost import CostTableError, TileEngine
+from stemserve.kernels.engine_cost import Cost, CostTableError, TileEngine
 from stemserve.kernels.strategy import Phase
 
 ENGINE = TileEngine(
@@ -101,3 +102,22 @@ def test_both_half_types_share_a_table(costs: CostTable) -> None:
     assert of_dtype([costs, half], "float16") == [half]
     assert of_dtype([costs, half], "float32") == [costs]
     assert of_dtype([costs, half], "float64") == []
+
+
+def test_the_h200_comes_with_heads_of_three_shapes() -> None:
+    tables = shipped_cost_tables("nvidia-h200")
+    shapes = [(t.query_heads, t.kv_heads, t.head_dim) for t in tables]
+    assert shapes == [(16, 8, 128), (32, 8, 128), (28, 4, 128)]
+    assert of_dtype(tables, "bfloat16") == list(tables)
+
+
+@pytest.mark.parametrize("device", ["cpu", "nvidia-h200"])
+def test_shipped_corrections_are_finite_wherever_they_are_asked(device: str) -> None:
+    rng = np.random.default_rng(0)
+    for table in shipped_cost_tables(device):
+        for corrections in table.corrections.values():
+            for key in corrections.strategies:
+                features = rng.uniform(0, 16, FEATURES)
+                cost = corrections.corrected(key, features, Cost(1e-5, 1e-5))
+                assert 2e-6 < cost.device_seconds < 1e-4
+                assert 0 <= cost.host_seconds < 1e-3

@@ -137,7 +137,7 @@ class CodecDecode:
         return host_work(self.planner.plan(layout))
 
     def plan(self, layout: AttentionLayout) -> DecodePlan:
-        host = self.planner.plan(layout)
+        host = self.planner.take(layout)
         tables = DeviceTables.make(host, self.device)
         size = (self.shape.kv_heads, max(1, tables.capacity.partial_rows))
         half = self.numbers.dtype == torch.float16
@@ -155,7 +155,7 @@ class CodecDecode:
 
     def replan(self, plan: DecodePlan, layout: AttentionLayout) -> bool:
         """Put another layout into the plan's buffers; False if it needs a plan of its own."""
-        host = self.planner.plan(layout)
+        host = self.planner.take(layout)
         if not plan.tables.capacity.holds(host.size) or (host.merges and not plan.merges):
             return False
         plan.tables.fill(host)

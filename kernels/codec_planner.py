@@ -32,7 +32,7 @@ def numpy_plan(
 
 @dataclass(kw_only=True)
 class Planner:
-    """Plans layouts for one shape of heads; remembers the last, as work and plan ask for the same.
+    """Plans layouts for one shape of heads.
 
     The planner in C is compiled when the first plan is made.
     """
@@ -47,7 +47,14 @@ class Planner:
     _native: NativePlanner | None = None
     _last: HostTables | None = None
 
+    def take(self, layout: AttentionLayout) -> HostTables:
+        """The plan of a layout, which may have been made to tell its work."""
+        found = self.plan(layout)
+        self._last = None
+        return found
+
     def plan(self, layout: AttentionLayout) -> HostTables:
+        """The same, remembered until it is taken."""
         last = self._last
         if last is None or last.layout is not layout:
             last = self._last = self._paired(self._plan(layout))

@@ -4,6 +4,7 @@ import os
 import shutil
 import subprocess
 import sys
+import tomllib
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -165,8 +166,17 @@ def test_without_a_library_plans_are_made_in_numpy_counted_and_warned_of(
 def test_work_and_plan_of_a_layout_make_one_plan() -> None:
     planner = Planner(group=4, bins=33, window=0, costs=COSTS, division=DIVISION)
     layout = layout_of([(-1, 64)], [(0, 1)])
-    assert planner.plan(layout) is planner.plan(layout)
+    told = planner.plan(layout)
+    assert planner.take(layout) is told
+    assert planner.take(layout) is not told
     assert planner.numpy_plans == 0
+
+
+def test_the_sources_are_part_of_the_package() -> None:
+    settings = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())
+    patterns = settings["tool"]["setuptools"]["package-data"]["*"]
+    assert "csrc/**/*" in patterns
+    assert all(source.is_file() and source.parent.name == "csrc" for source in SOURCES)
 
 
 def test_a_library_is_compiled_once_and_shared(tmp_path: Path) -> None:

@@ -138,19 +138,10 @@ async def test_the_shape_of_a_score_call_changes_the_choice(
     assert found["one long item"] != found["many items"]
 
 
-async def test_the_number_of_samples_changes_the_choice(
+async def test_a_prompt_with_many_samples_is_read_once(
     models: RandomModels, make_rig: MakeRig
 ) -> None:
     rig = make_rig(models.lm("Llama"))
     prompt = inference_pb2.Context(tokens=blob(random_tokens(1, 1500)))
-    found = {
-        n: await chosen(
-            rig,
-            inference_pb2.GenerateRequest(prompt=prompt, n=n, max_new_tokens=3, ignore_eos=True),
-            "decode",
-        )
-        for n in (1, 32)
-    }
-    print({n: path_of(kernel) for n, kernel in found.items()})
-    assert found[32] in READS_ONCE
-    assert found[1] != found[32]
+    request = inference_pb2.GenerateRequest(prompt=prompt, n=32, max_new_tokens=3, ignore_eos=True)
+    assert await chosen(rig, request, "decode") in READS_ONCE

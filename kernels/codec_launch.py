@@ -106,11 +106,16 @@ class TritonTree:
             STAGES=self._launch.stages,
             SOFT_CAP=numbers.soft_cap > 0,
             WINDOW=numbers.window > 0,
-            HAS_ITEMS=tables.capacity.items,
+            HAS_ITEMS=self._has_items(tables, kv),
             WIDEN=numbers.dtype == torch.float32 or q.device.type == "cpu",
             num_warps=self._launch.warps,
             maxnreg=self._launch.registers,
         )
+
+    def _has_items(self, tables: DeviceTables, kv: LayerKV) -> bool:
+        # With fixed splits one compiled kernel for every batch: two may round differently.
+        always = self._division.fixed_split > 0 and kv.k_rows.dtype == kv.k_pages.dtype
+        return tables.capacity.items or always
 
     def merge(self, tables: DeviceTables, partial: AttentionState, target: AttentionState) -> None:
         shape = self._shape

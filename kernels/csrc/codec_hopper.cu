@@ -8,7 +8,8 @@
 // One block a multiprocessor. Compiled after the .cuh files, with DIM, BF16 and the constants of
 // the plan's tables defined.
 
-DEVICE void load_queries(
+// Begins to load a piece's queries: of each row, 16 bytes where a product takes four times 4.
+DEVICE void begin_queries(
     u32 (&q)[DIM / 4], int (&at)[2], const Piece& piece, const Rows& rows, const u16* q_rows,
     int q_stride, int first_head, int group) {
 #pragma unroll
@@ -19,31 +20,46 @@ DEVICE void load_queries(
 #pragma unroll
         for (int block = 0; block < DIM / 8; block += 4) {
             uint4 loaded = *(const uint4*)(source + (block + thread_number() % 4) * 8);
-            u32 v[4] = {loaded.x, loaded.y, loaded.z, loaded.w};
-            transpose_quad(v);
-#pragma unroll
-            for (int j = 0; j < 4; j++) q[(block + j) / 2 * 4 + j % 2 * 2 + i] = v[j];
+            q[block * 2 + i] = loaded.x;
+            q[block * 2 + 2 + i] = loaded.y;
+            q[block * 2 + 4 + i] = loaded.z;
+            q[block * 2 + 6 + i] = loaded.w;
         }
     }
+}
+
+DEVICE void finish_queries(u32 (&q)[DIM / 4]) {
+#pragma unroll
+    for (int i = 0; i < 2; i++)
+#pragma unroll
+        for (int block = 0; block < DIM / 8; block += 4) {
+            u32 v[4] = {q[block * 2 + i], q[block * 2 + 2 + i], q[block * 2 + 4 + i],
+                        q[block * 2 + 6 + i]};
+            transpose_quad(v);
+#pragma unroll
+            for (int j = 0; j < 4; j++) q[block * 2 + 2 * j + i] = v[j];
+        }
 }
 
 DEVICE void consume(
     int side, const Bin& bin, const Memory& memory, const u16* q_rows, int q_stride,
     const Plan& plan, float scale, const Output& output) {
     int warp = warp_number() % 4, lane = thread_number() % 32;
-    int group = plan.heads / plan.kv_heads, base = 0;
+    int group = plan.heads / plan.kv_heads, base = 0, at[2];
     Rows rows;
     rows.row = warp * 16 + lane / 4;
     rows.column = lane % 4 * 2;
 #pragma unroll
     for (int i = 0; i < 2; i++) rows.peers[i] = (rows.row + 8 * i) / group;
-    for (int number = bin.piece; number >= 0;) {
-        Piece piece = piece_of(number, plan);
-        number = piece.next;
-        if (piece.steps == 0) continue;
-        int at[2];
-        u32 q[DIM / 4];
-        load_queries(q, at, piece, rows, q_rows, q_stride, bin.head * group, group);
+    u32 q[DIM / 4];
+    if (bin.piece < 0) return;
+    Piece piece = piece_of(bin.piece, plan);
+    if (piece.steps == 0) return;
+    begin_queries(q, at, piece, rows, q_rows, q_stride, bin.head * group, group);
+    for (;;) {
+        const int* following = plan.records + piece.next * plan.record_size;
+        if (piece.next >= 0) prefetch(following + lane % 2 * 32);
+        finish_queries(q);
         float acc[DIM / 2];
 #pragma unroll
         for (int i = 0; i < DIM / 2; i++) acc[i] = 0;
@@ -67,7 +83,14 @@ DEVICE void consume(
             walk.run(acc, q, piece.shared, piece.steps);
             base += piece.steps - piece.shared;
         }
-        store_piece(acc, rows, piece.record, at, bin.head, plan, scale, output);
+        Piece last = piece;
+        int last_at[2] = {at[0], at[1]};
+        if (last.next >= 0) {  // its queries come while this one's results go
+            piece = piece_of(last.next, plan);
+            begin_queries(q, at, piece, rows, q_rows, q_stride, bin.head * group, group);
+        }
+        store_piece(acc, rows, last.record, last_at, bin.head, plan, scale, output);
+        if (last.next < 0) return;
     }
 }
 

@@ -218,6 +218,10 @@ DEVICE void unpack_halves(float& low, float& high, u32 pair) {
         : "=f"(low), "=f"(high) : "r"(pair));
 }
 
+// ---- memory ahead of its use ------------------------------------------------------------------
+
+DEVICE void prefetch(const void* at) { asm volatile("prefetch.global.L1 [%0];" ::"l"(at)); }
+
 // ---- memory that other blocks write -----------------------------------------------------------
 
 DEVICE void publish() { asm volatile("fence.acq_rel.gpu;" ::: "memory"); }

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from stemserve.kernels.attention_state import AttentionState, LayerKV
 from stemserve.kernels.codec_division import Division, PieceCosts
-from stemserve.kernels.codec_hopper import WIDE_TOKENS, HopperTree, hopper_takes
+from stemserve.kernels.codec_hopper import WIDE_TOKENS, HopperTree, PartialResults, hopper_takes
 from stemserve.kernels.codec_launch import LOG2E, DecodeNumbers, TritonTree, launch_shape
 from stemserve.kernels.codec_pieces import DEFAULT_COSTS, DEFAULT_DIVISION
 from stemserve.kernels.codec_planner import Planner
@@ -97,7 +97,7 @@ class CodecDecode:
         """The faster kernel, compiled when the first plan is made."""
         if not self._hopper:
             return None
-        return HopperTree.make(self.shape, self.numbers.dtype, self.device, self.bins)
+        return HopperTree.make(self.shape, self.numbers, self.division, self.device, self.bins)
 
     @cached_property
     def bins(self) -> int:
@@ -178,11 +178,12 @@ class CodecDecode:
             raise ValueError(f"the heads of a row of q must lie side by side; strides {q.stride()}")
         if plan.tables.capacity.items:
             self._check_own_rows(kv)
+        merged = False
         if self.hopper is not None and self.hopper.takes(plan.tables, q, kv):
-            merged = self._read_on_hopper(self.hopper, plan, q, kv, target)
+            partial = PartialResults(plan.partial_out, plan.partial_lse, plan.arrivals)
+            merged = self.hopper.read_tree(plan.tables, partial, q, kv, target, plan.merges)
         else:
             self.triton.read_tree(plan.tables, plan.partial, q, kv, target)
-            merged = False
         if plan.merges and not merged:
             self.triton.merge(plan.tables, plan.partial, target)
 
@@ -195,20 +196,6 @@ class CodecDecode:
                 )
             if rows.stride()[1:] != (self.shape.head_dim, 1):
                 raise ValueError(f"heads of own rows must lie side by side; {rows.stride()}")
-
-    def _read_on_hopper(
-        self, hopper: HopperTree, plan: DecodePlan, q: Tensor, kv: LayerKV, target: AttentionState
-    ) -> bool:
-        return hopper.read_tree(
-            plan.tables,
-            plan.partial,
-            plan.arrivals,
-            q,
-            kv,
-            target,
-            (self.shape.scale * self.numbers.k_scale * LOG2E, self.numbers.v_scale),
-            plan.merges and self.division.parallel_reduction,
-        )
 
 
 __all__ = [

@@ -5,12 +5,14 @@ import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cache
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from stemserve.kernels.attention_state import AttentionState, LayerKV
+from stemserve.kernels.codec_division import Division
+from stemserve.kernels.codec_launch import LOG2E, DecodeNumbers
 from stemserve.kernels.codec_pieces import RECORD
 from stemserve.kernels.codec_tables import DeviceTables
 from stemserve.kernels.codec_tiles import MASKED, PAGE_BITS, TILE_ROWS
@@ -86,6 +88,14 @@ OFFSETS: list[int] = [getattr(Arguments, name).offset for name in POINTERS + INT
 Place = tuple[int, torch.Size, tuple[int, ...]]  # address, shape and strides
 
 
+class PartialResults(NamedTuple):
+    """Of one plan."""
+
+    out: Tensor  # [kv_heads, partial_rows, head_dim]
+    lse: Tensor  # [kv_heads, partial_rows]
+    arrivals: Tensor  # int64 [kv_heads] how many bins have finished, in all runs
+
+
 class Launchable(Protocol):
     """`CudaKernel`, or what runs its source elsewhere."""
 
@@ -113,23 +123,35 @@ class HopperTree:
     shape: HeadShape
     bins: int
     kernel: Launchable
+    scales: tuple[float, float]  # of scores, to base 2; of values
     merges_inside: bool  # all blocks run at once, so that they may wait for each other
     _maps: dict[Place, TensorMap] = field(default_factory=dict[Place, TensorMap])
 
     @classmethod
     def make(
-        cls, shape: HeadShape, dtype: torch.dtype, device: torch.device, bins: int
+        cls,
+        shape: HeadShape,
+        numbers: DecodeNumbers,
+        division: Division,
+        device: torch.device,
+        bins: int,
     ) -> "HopperTree | None":
         """None, with a warning, where the kernel cannot be compiled or loaded."""
         cuda: Any = torch.cuda  # partly untyped
         try:
-            kernel = tree_kernel(shape.head_dim, dtype, device)
+            kernel = tree_kernel(shape.head_dim, numbers.dtype, device)
         except CudaError as error:
             log.warning("tree decode runs without its Hopper kernel, slower: %s", error)
             return None
         processors: int = cuda.get_device_properties(device).multi_processor_count
-        blocks = block_count(bins, shape.kv_heads)
-        return cls(shape=shape, bins=bins, kernel=kernel, merges_inside=blocks <= processors)
+        together = block_count(bins, shape.kv_heads) <= processors
+        return cls(
+            shape=shape,
+            bins=bins,
+            kernel=kernel,
+            scales=(shape.scale * numbers.k_scale * LOG2E, numbers.v_scale),
+            merges_inside=together and division.parallel_reduction,
+        )
 
     def takes(self, tables: DeviceTables, q: Tensor, kv: LayerKV) -> bool:
         """Items, and pages of another format or size, are left to the Triton kernel."""
@@ -140,18 +162,16 @@ class HopperTree:
     def read_tree(
         self,
         tables: DeviceTables,
-        partial: AttentionState,
-        arrivals: Tensor,  # int64 [kv_heads], of this plan only
+        partial: PartialResults,
         q: Tensor,
         kv: LayerKV,
         target: AttentionState,
-        scales: tuple[float, float],  # of scores, to base 2; of values
-        merge: bool,
+        merges: bool,
     ) -> bool:
         """Attention of all rows, or partial results; whether these are merged."""
         capacity, shape = tables.capacity, self.shape
-        inside = merge and self.merges_inside
-        inside = inside and capacity.rows <= MERGED_ROWS and capacity.columns <= MERGED_COLUMNS
+        few = capacity.rows <= MERGED_ROWS and capacity.columns <= MERGED_COLUMNS
+        inside = merges and few and self.merges_inside
         if q.data_ptr() % 16 or q.stride(0) % 8:  # rows are read 16 bytes at a time
             q = q.contiguous()
         arguments = Arguments(
@@ -160,11 +180,11 @@ class HopperTree:
             *(partial.out.data_ptr(), partial.lse.data_ptr()),
             *(target.out.data_ptr(), target.lse.data_ptr()),
             *(tables.rows.data_ptr(), tables.merge_count.data_ptr()),
-            *(tables.merge.data_ptr(), arrivals.data_ptr()),
+            *(tables.merge.data_ptr(), partial.arrivals.data_ptr()),
             *(q.stride(0), partial.lse.shape[1], tables.records.shape[1], self.bins),
             *(shape.query_heads, shape.kv_heads),
             *(capacity.columns, capacity.rows if inside else 0),
-            *scales,
+            *self.scales,
         )
         maps = [self._map(kv.k_pages), self._map(kv.v_pages)]
         base = ctypes.addressof(arguments)

@@ -28,6 +28,7 @@ from stemserve.kernels.codec_hopper import (
     OFFSETS,
     WIDE_TOKENS,
     HopperTree,
+    PartialResults,
     constants,
     hopper_takes,
 )
@@ -108,19 +109,20 @@ def check(
     q = fused[:, :query_heads]
     size = (kv_heads, max(1, tables.capacity.partial_rows))
     part_dtype = torch.float16 if dtype == torch.float16 else torch.float32
-    parts = AttentionState(
-        torch.full((*size, dim), torch.nan, dtype=part_dtype), torch.full(size, torch.nan)
+    partial = PartialResults(
+        torch.full((*size, dim), torch.nan, dtype=part_dtype),
+        torch.full(size, torch.nan),
+        torch.zeros(kv_heads, dtype=torch.int64),
     )
-    arrivals = torch.zeros(kv_heads, dtype=torch.int64)
     kernel = EmulatedKernel(library(folder, dim, dtype))
-    tree = HopperTree(shape=shape, bins=bins, kernel=kernel, merges_inside=True)
-    assert tree.takes(tables, q, kv)
     scales = (shape.scale * LOG2E, 1.0)
+    tree = HopperTree(shape=shape, bins=bins, kernel=kernel, scales=scales, merges_inside=True)
+    assert tree.takes(tables, q, kv)
     for _ in range(2):
         state = AttentionState(
             torch.full(q.shape, torch.nan, dtype=dtype), torch.full(q.shape[:2], torch.nan)
         )
-        merged = tree.read_tree(tables, parts, arrivals, q, kv, state, scales, host.merges)
+        merged = tree.read_tree(tables, partial, q, kv, state, host.merges)
         assert merged == host.merges
         assert_close(state, expected(layout, q, kv, shape), ERROR[dtype])
     return host

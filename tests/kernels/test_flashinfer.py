@@ -203,7 +203,7 @@ def test_partial_results_of_the_most_divided_requests_fit(group: int) -> None:
     known = strategy("ragged", shape, torch.float16, Backend.FA2)
     for tiles in (1, 8, 33, 66, 67):  # of 128 rows x heads; 66 of 4 KV heads fill an H200
         rows = tiles * 128 // group
-        layout = make_layout([Node(tokens=8192)], [Segment(rows=rows)])
+        layout = make_layout([Node(tokens=1 << 14)], [Segment(rows=rows)])
         inputs = random_inputs(layout, shape, 1, torch.float16)
         kv = LayerKV(*(tensor.to(CUDA) for tensor in inputs.kv))
         state = known.run(known.plan(layout), inputs.q.to(CUDA), kv)

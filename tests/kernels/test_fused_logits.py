@@ -14,7 +14,8 @@ from stemserve.kernels import fused_reference
 from stemserve.kernels.fused_logits import ChosenLogprobs, TileShape, chosen_logprobs
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-# Of float32 sums of products that are exact; a GPU's units add up a bit less exactly.
+# Of float32 sums of up to 1,024 products that are exact. A GPU's matrix units keep fewer bits of the
+# running sum than float32 has, so that the error grows with the number of products.
 ERROR = 2e-5
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 SMALL = TileShape(rows=16, tokens=32, depth=16, warps=4, stages=2)
@@ -43,11 +44,12 @@ def check(
 ) -> ChosenLogprobs:
     found = chosen_logprobs(hidden, weight, rows, tokens, shape)
     exact = fused_reference.logprobs(hidden, weight)
-    assert (found.logprobs - exact[rows, tokens]).abs().max().item() < ERROR
+    error = ERROR * max(1.0, hidden.shape[1] / 1024)
+    assert (found.logprobs - exact[rows, tokens]).abs().max().item() < error
     # Of two logits that float32 cannot tell apart either may be the largest.
     lead = exact.amax(1) - exact.gather(1, found.argmax[:, None]).squeeze(1)
-    assert lead.max().item() < ERROR
-    assert (found.likeliest - exact.amax(1)).abs().max().item() < ERROR
+    assert lead.max().item() < error
+    assert (found.likeliest - exact.amax(1)).abs().max().item() < error
     assert found.lse.isfinite().all()
     return found
 

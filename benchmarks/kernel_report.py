@@ -69,15 +69,18 @@ def _missing(result: Result) -> str:
         for row in result["shapes"]
         for name, found in row["strategies"].items()
     ]
-    counts = Counter(f"{name}: {why}" for name, found in entries if (why := _why_not(found)))
-    lines += [f"- {what} ({count} times)" for what, count in counts.items()]
+    counts = Counter((name, why) for name, found in entries if (why := _why_not(found)))
+    lines += [f"- {name}: {why} ({count} times)" for (name, why), count in counts.items()]
+    for name in dict.fromkeys(name for name, found in entries if "wrong" in found):
+        errors = [found["error"] for of, found in entries if of == name and "wrong" in found]
+        lines.append(
+            f"- {name}: wrong, error {min(errors):.1e} to {max(errors):.1e} ({len(errors)} times)"
+        )
     lines += [f"- {count} of {section}: no time left" for section, count in result["late"].items()]
     return "## Not measured\n\n" + "\n".join(lines) if lines else ""
 
 
 def _why_not(found: Row) -> str | None:
-    if "wrong" in found:
-        return f"wrong, error {found['error']:.1e}"
     return next((f"{word}: {found[word]}" for word in ("failed", "cannot") if word in found), None)
 
 

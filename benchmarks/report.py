@@ -40,10 +40,12 @@ def _cpu_model() -> str:
 
 
 def commit() -> str:
-    """Of this checkout; unknown without git, or outside a checkout."""
+    """Of this checkout; unknown without git, or where this file is a copy inside another one."""
     here = Path(__file__).parent
     git = ["git", "-C", str(here)]
     try:
+        tracked = [*git, "ls-files", "--error-unmatch", Path(__file__).name]
+        subprocess.run(tracked, capture_output=True, check=True)
         head = subprocess.run(
             [*git, "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=True
         )

@@ -93,7 +93,7 @@ def test_a_report_of_nothing_still_says_what_is_missing() -> None:
 
 def test_a_report_names_every_engine_that_did_not_run() -> None:
     text = report(EMPTY | {"table": [TREE], "shapes": [SHAPE]})
-    assert "xqa: wrong, error 5.0e-01 (1 times)" in text
+    assert "xqa: wrong, error 5.0e-01 to 5.0e-01 (1 times)" in text
     assert "flex: cannot: too wide (1 times)" in text
 
 

@@ -14,8 +14,8 @@ from stemserve.kernels import fused_reference
 from stemserve.kernels.fused_logits import ChosenLogprobs, TileShape, chosen_logprobs
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-# Of float32 sums of up to 1,024 products that are exact. A GPU's matrix units keep fewer bits of the
-# running sum than float32 has, so that the error grows with the number of products.
+# Of float32 sums of up to 1,024 products that are exact. A GPU's matrix units keep fewer bits of
+# the running sum than float32 has, so that the error grows with the number of products.
 ERROR = 2e-5
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 SMALL = TileShape(rows=16, tokens=32, depth=16, warps=4, stages=2)

@@ -1,6 +1,6 @@
 """Tree decode on a CUDA device: shared pages are read once by all rows below them."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
@@ -10,7 +10,7 @@ from torch import Tensor
 
 from stemserve.kernels.attention_state import AttentionState, LayerKV
 from stemserve.kernels.codec_division import Division, PieceCosts
-from stemserve.kernels.codec_hopper import WIDE_TOKENS, HopperTree, PartialResults, hopper_takes
+from stemserve.kernels.codec_hopper import MEASURED, HopperTree, hopper_takes
 from stemserve.kernels.codec_launch import LOG2E, DecodeNumbers, TritonTree, launch_shape
 from stemserve.kernels.codec_pieces import DEFAULT_COSTS, DEFAULT_DIVISION
 from stemserve.kernels.codec_planner import Planner
@@ -21,9 +21,6 @@ from stemserve.kernels.layout import AttentionLayout, HeadShape
 from stemserve.kernels.strategy import Kernel, Part, Phase, Work
 
 PAGE_SIZES = tuple(size for size in (8, 16, 32, 64) if size <= STEP_TOKENS)
-# Whether decode takes the kernel of codec_hopper.cu where that can run. Its tests on the CPU pass,
-# and on an H200 those of the version before the present one; see docs/log.md.
-HOPPER = False
 
 
 @dataclass(kw_only=True)
@@ -34,7 +31,7 @@ class DecodePlan:
     partial_out: Tensor  # [kv_heads, partial_rows, head_dim]
     partial_lse: Tensor  # [kv_heads, partial_rows]
     merges: bool
-    arrivals: Tensor  # int64 [kv_heads], where the kernel itself merges
+    on_hopper: bool  # by the kernel of codec_hopper.cu
 
     @property
     def partial(self) -> AttentionState:
@@ -74,7 +71,7 @@ class CodecDecode:
         phase: Phase = Phase.DECODE,  # in PREFILL segments of any length and items pass too
         division: Division = DEFAULT_DIVISION,
         costs: PieceCosts = DEFAULT_COSTS,
-        hopper: bool = HOPPER,
+        hopper: bool | None = None,  # the kernel of codec_hopper.cu; None: where it is measured
     ) -> None:
         if shape.scale <= 0 or numbers.k_scale <= 0:
             raise ValueError(
@@ -90,14 +87,15 @@ class CodecDecode:
         self._costs = costs
         self._processors = processors
         plain = not (numbers.soft_cap or numbers.window or division.fixed_split)
-        self._hopper = hopper and plain and hopper_takes(shape, numbers.dtype, device)
+        wanted = (numbers.dtype, shape.head_dim) in MEASURED if hopper is None else hopper
+        self._hopper = wanted and plain and hopper_takes(shape, numbers.dtype, device)
 
     @cached_property
     def hopper(self) -> HopperTree | None:
         """The faster kernel, compiled when the first plan is made."""
         if not self._hopper:
             return None
-        return HopperTree.make(self.shape, self.numbers, self.division, self.device, self.bins)
+        return HopperTree.make(self.shape, self.numbers, self.device, self.bins)
 
     @cached_property
     def bins(self) -> int:
@@ -128,7 +126,7 @@ class CodecDecode:
             group=self.shape.group,
             bins=self.bins,
             window=self.numbers.window,
-            costs=replace(self._costs, wide=WIDE_TOKENS) if self.hopper else self._costs,
+            costs=self._costs,
             division=self.division,
             pairs=self.hopper is not None,
         )
@@ -150,7 +148,7 @@ class CodecDecode:
             ),
             partial_lse=torch.empty(size, dtype=torch.float32, device=self.device),
             merges=host.merges,
-            arrivals=torch.zeros(self.shape.kv_heads, dtype=torch.int64, device=self.device),
+            on_hopper=host.paired,
         )
 
     def replan(self, plan: DecodePlan, layout: AttentionLayout) -> bool:
@@ -178,13 +176,11 @@ class CodecDecode:
             raise ValueError(f"the heads of a row of q must lie side by side; strides {q.stride()}")
         if plan.tables.capacity.items:
             self._check_own_rows(kv)
-        merged = False
-        if self.hopper is not None and self.hopper.takes(plan.tables, q, kv):
-            partial = PartialResults(plan.partial_out, plan.partial_lse, plan.arrivals)
-            merged = self.hopper.read_tree(plan.tables, partial, q, kv, target, plan.merges)
+        if plan.on_hopper and self.hopper and self.hopper.takes(plan.tables, q, kv):
+            self.hopper.read_tree(plan.tables, plan.partial, q, kv, target)
         else:
             self.triton.read_tree(plan.tables, plan.partial, q, kv, target)
-        if plan.merges and not merged:
+        if plan.merges:
             self.triton.merge(plan.tables, plan.partial, target)
 
     def _check_own_rows(self, kv: LayerKV) -> None:
@@ -199,7 +195,6 @@ class CodecDecode:
 
 
 __all__ = [
-    "HOPPER",
     "LOG2E",
     "PAGE_SIZES",
     "CodecDecode",

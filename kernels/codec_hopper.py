@@ -5,13 +5,12 @@ import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cache
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from stemserve.kernels.attention_state import AttentionState, LayerKV
-from stemserve.kernels.codec_division import Division
 from stemserve.kernels.codec_launch import LOG2E, DecodeNumbers
 from stemserve.kernels.codec_pieces import RECORD
 from stemserve.kernels.codec_tables import DeviceTables
@@ -32,12 +31,10 @@ FILES = (
 CAPABILITY = (9, 0)
 HEAD_DIMS = (64, 128)
 DTYPES = (torch.float16, torch.bfloat16)
+MEASURED = ((torch.float16, 128),)  # the others: only emulated as yet
 PAGE = 16
 THREADS = 384
 SHARED_BYTES = 2 * (3 + 4) * 64 * 128 * 2 + 1024  # slots of keys and values in two rings; alignment
-WIDE_TOKENS = 48  # cost of a step of which two bins share the load (H200)
-MERGED_ROWS = 64  # up to here the kernel itself merges
-MERGED_COLUMNS = 64  # partial results of a row that it can merge
 KEPT_MAPS = 1024
 
 
@@ -54,6 +51,7 @@ def constants(head_dim: int, dtype: torch.dtype) -> dict[str, int]:
 
 
 def hopper_takes(shape: HeadShape, dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether the kernel can run."""
     cuda: Any = torch.cuda  # partly untyped
     return (
         device.type == "cuda"
@@ -64,13 +62,10 @@ def hopper_takes(shape: HeadShape, dtype: torch.dtype, device: torch.device) -> 
 
 
 POINTERS = (
-    *("q", "records", "words", "masks", "partial_out", "partial_lse", "out", "lse"),
-    *("rows", "merge_count", "merge", "arrivals"),
+    *("q", "records", "words", "masks"),
+    *("partial_out", "partial_lse", "out", "lse"),
 )
-INTEGERS = (
-    *("q_stride", "partial_rows", "record_size", "bins"),
-    *("heads", "kv_heads", "columns", "merged_rows"),
-)
+INTEGERS = ("q_stride", "partial_rows", "record_size", "bins", "heads", "kv_heads")
 FLOATS = ("scale", "v_scale")
 
 
@@ -88,14 +83,6 @@ OFFSETS: list[int] = [getattr(Arguments, name).offset for name in POINTERS + INT
 Place = tuple[int, torch.Size, tuple[int, ...]]  # address, shape and strides
 
 
-class PartialResults(NamedTuple):
-    """Of one plan."""
-
-    out: Tensor  # [kv_heads, partial_rows, head_dim]
-    lse: Tensor  # [kv_heads, partial_rows]
-    arrivals: Tensor  # int64 [kv_heads] how many bins have finished, in all runs
-
-
 class Launchable(Protocol):
     """`CudaKernel`, or what runs its source elsewhere."""
 
@@ -111,9 +98,7 @@ def tree_kernel(head_dim: int, dtype: torch.dtype, device: torch.device) -> Cuda
         "--gpu-architecture=sm_90a",
         *(f"-D{name}={value}" for name, value in constants(head_dim, dtype).items()),
     ]
-    cuda: Any = torch.cuda  # partly untyped
-    with cuda.device(device):
-        return CudaKernel(FILES, "tree_kernel", options, SHARED_BYTES)
+    return CudaKernel(FILES, "tree_kernel", options, SHARED_BYTES, device)
 
 
 @dataclass(kw_only=True)
@@ -124,7 +109,6 @@ class HopperTree:
     bins: int
     kernel: Launchable
     scales: tuple[float, float]  # of scores, to base 2; of values
-    merges_inside: bool  # all blocks run at once, so that they may wait for each other
     _maps: dict[Place, TensorMap] = field(default_factory=dict[Place, TensorMap])
 
     @classmethod
@@ -132,26 +116,17 @@ class HopperTree:
         cls,
         shape: HeadShape,
         numbers: DecodeNumbers,
-        division: Division,
         device: torch.device,
         bins: int,
     ) -> "HopperTree | None":
         """None, with a warning, where the kernel cannot be compiled or loaded."""
-        cuda: Any = torch.cuda  # partly untyped
         try:
             kernel = tree_kernel(shape.head_dim, numbers.dtype, device)
         except CudaError as error:
             log.warning("tree decode runs without its Hopper kernel, slower: %s", error)
             return None
-        processors: int = cuda.get_device_properties(device).multi_processor_count
-        together = block_count(bins, shape.kv_heads) <= processors
-        return cls(
-            shape=shape,
-            bins=bins,
-            kernel=kernel,
-            scales=(shape.scale * numbers.k_scale * LOG2E, numbers.v_scale),
-            merges_inside=together and division.parallel_reduction,
-        )
+        scales = (shape.scale * numbers.k_scale * LOG2E, numbers.v_scale)
+        return cls(shape=shape, bins=bins, kernel=kernel, scales=scales)
 
     def takes(self, tables: DeviceTables, q: Tensor, kv: LayerKV) -> bool:
         """Items, and pages of another format or size, are left to the Triton kernel."""
@@ -162,16 +137,11 @@ class HopperTree:
     def read_tree(
         self,
         tables: DeviceTables,
-        partial: PartialResults,
+        partial: AttentionState,  # [kv_heads, partial_rows, head_dim], [kv_heads, partial_rows]
         q: Tensor,
         kv: LayerKV,
         target: AttentionState,
-        merges: bool,
-    ) -> bool:
-        """Attention of all rows, or partial results; whether these are merged."""
-        capacity, shape = tables.capacity, self.shape
-        few = capacity.rows <= MERGED_ROWS and capacity.columns <= MERGED_COLUMNS
-        inside = merges and few and self.merges_inside
+    ) -> None:
         if q.data_ptr() % 16 or q.stride(0) % 8:  # rows are read 16 bytes at a time
             q = q.contiguous()
         arguments = Arguments(
@@ -179,18 +149,14 @@ class HopperTree:
             *(tables.words.data_ptr(), tables.masks.data_ptr()),
             *(partial.out.data_ptr(), partial.lse.data_ptr()),
             *(target.out.data_ptr(), target.lse.data_ptr()),
-            *(tables.rows.data_ptr(), tables.merge_count.data_ptr()),
-            *(tables.merge.data_ptr(), partial.arrivals.data_ptr()),
             *(q.stride(0), partial.lse.shape[1], tables.records.shape[1], self.bins),
-            *(shape.query_heads, shape.kv_heads),
-            *(capacity.columns, capacity.rows if inside else 0),
+            *(self.shape.query_heads, self.shape.kv_heads),
             *self.scales,
         )
         maps = [self._map(kv.k_pages), self._map(kv.v_pages)]
         base = ctypes.addressof(arguments)
         addresses = [ctypes.addressof(m) for m in maps] + [base + offset for offset in OFFSETS]
-        self.kernel.launch(block_count(self.bins, shape.kv_heads), THREADS, addresses)
-        return inside
+        self.kernel.launch(block_count(self.bins, self.shape.kv_heads), THREADS, addresses)
 
     def _map(self, pages: Tensor) -> TensorMap:
         key = (pages.data_ptr(), pages.shape, pages.stride())

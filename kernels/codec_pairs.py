@@ -16,6 +16,8 @@ STEPS, FIRST, NEXT = 2, 3, 8  # fields of a record; see codec_pieces
 SHARED = 9  # first steps of the piece that are read together with the other bin's
 OTHER_BASE = 10  # steps that the other bin's ring of stages holds before them
 LEAST_SHARED = 4  # steps for which it pays
+WIDE_TOKENS = 48  # cost of a step of a wide node that two bins read together (H200)
+LEAST_SHARE = 0.22  # of all steps: with fewer shared the Triton kernel is as fast (H200)
 
 
 class _Tables:
@@ -111,6 +113,11 @@ def _share(tables: _Tables, pair: list[list[int]], table: Int32, at: dict[int, i
                 done[side] += 1
             position = place + 1
             break
+
+
+def shares_enough(host: HostTables) -> bool:
+    steps = int(host.pieces.steps.sum())
+    return int(host.records[:, SHARED].sum()) >= LEAST_SHARE * max(1, steps)
 
 
 def pair_bins(host: HostTables, bins: int) -> Int32:

@@ -43,6 +43,7 @@ class HostTables:
     records: Int32
     items: bool  # some rows see rows of their own step
     merges: bool
+    paired: bool = False  # for the kernel of codec_hopper.cu; see codec_pairs
 
     @property
     def size(self) -> Capacity:

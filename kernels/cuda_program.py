@@ -87,17 +87,34 @@ def _log(lib: ctypes.CDLL, program: ctypes.c_void_p) -> str:
     return text.value.decode(errors="replace")
 
 
+def _primary_context(device: torch.device) -> ctypes.c_void_p:
+    """The context that PyTorch uses too."""
+    cuda, handle, context = _driver(), ctypes.c_int(), ctypes.c_void_p()
+    _checked(cuda.cuInit(0), "cuInit")
+    _checked(cuda.cuDeviceGet(ctypes.byref(handle), device.index or 0), "cuDeviceGet")
+    status = cuda.cuDevicePrimaryCtxRetain(ctypes.byref(context), handle)
+    _checked(status, "cuDevicePrimaryCtxRetain")
+    return context
+
+
 class CudaKernel:
-    """One kernel of some source files, in the current device's context."""
+    """One kernel of some source files, in PyTorch's context of a device."""
 
     def __init__(
-        self, files: Sequence[str], name: str, options: Sequence[str], shared_bytes: int
+        self,
+        files: Sequence[str],
+        name: str,
+        options: Sequence[str],
+        shared_bytes: int,
+        device: torch.device,
     ) -> None:
         """`files`: compiled as one, in this order."""
         code = compile_source("".join((SOURCES / file).read_text() for file in files), options)
         self._shared_bytes = shared_bytes
         self._module, self._function = ctypes.c_void_p(), ctypes.c_void_p()
         cuda = _driver()
+        self._context = _primary_context(device)
+        self._enter_context()
         _checked(cuda.cuModuleLoadData(ctypes.byref(self._module), code), "cuModuleLoadData")
         _checked(
             cuda.cuModuleGetFunction(ctypes.byref(self._function), self._module, name.encode()),
@@ -108,12 +125,20 @@ class CudaKernel:
             "cuFuncSetAttribute",
         )
 
+    def _enter_context(self) -> None:
+        """A thread that has not used CUDA has no context."""
+        current = ctypes.c_void_p()
+        _checked(_driver().cuCtxGetCurrent(ctypes.byref(current)), "cuCtxGetCurrent")
+        if current.value is None:
+            _checked(_driver().cuCtxSetCurrent(self._context), "cuCtxSetCurrent")
+
     def tensor_map(self, tensor: Tensor, box: Sequence[int]) -> TensorMap:
         return tensor_map(tensor, box)
 
     def launch(self, blocks: int, threads: int, addresses: Sequence[int]) -> None:
         """`addresses` of the arguments, in the kernel's order; runs on PyTorch's current stream."""
         arguments = (ctypes.c_void_p * len(addresses))(*addresses)
+        self._enter_context()
         cuda: Any = torch.cuda  # partly untyped
         stream = ctypes.c_void_p(cuda.current_stream().cuda_stream)
         status = _driver().cuLaunchKernel(

@@ -94,14 +94,11 @@ DEVICE void consume(
     }
 }
 
-// merged_rows: 0, or the rows whose partial results this kernel merges, once all bins of a head
-// have stored theirs.
 KERNEL void __launch_bounds__(THREADS, 1) tree_kernel(
     const CONSTANT TensorMap k_pages, const CONSTANT TensorMap v_pages, const u16* q,
     const int* records, const int4* words, const int4* masks, void* partial_out,
-    float* partial_lse, u16* out, float* lse, const int* row_targets, const int* merge_counts,
-    const int* merge_table, u64* arrivals, int q_stride, int partial_rows, int record_size,
-    int bins, int heads, int kv_heads, int columns, int merged_rows, float scale, float v_scale) {
+    float* partial_lse, u16* out, float* lse, int q_stride, int partial_rows, int record_size,
+    int bins, int heads, int kv_heads, float scale, float v_scale) {
     Memory memory;
     memory.slots = (dynamic_memory() + 1023) & ~1023u;
     memory.full = barrier_memory<4 * SLOTS>();
@@ -131,8 +128,6 @@ KERNEL void __launch_bounds__(THREADS, 1) tree_kernel(
     } else {
         take_registers<232>();
         Output output = {partial_out, partial_lse, out, lse, partial_rows, v_scale};
-        Merge merge = {row_targets, merge_counts, merge_table, columns, merged_rows, arrivals};
         consume(side, bin, memory, q, q_stride, plan, scale, output);
-        if (merged_rows > 0 && bin.piece >= 0) merge_rows(side, bin, merge, plan, output);
     }
 }

@@ -37,9 +37,6 @@ DEVICE void sync_threads(int name, int count) {
 DEVICE bool any_in_warp(bool is) { return __any_sync(0xFFFFFFFF, is); }
 
 template <typename T>
-DEVICE T from_lane(T value, int lane) { return __shfl_sync(0xFFFFFFFF, value, lane); }
-
-template <typename T>
 DEVICE T from_lane_xor(T value, int bits) { return __shfl_xor_sync(0xFFFFFFFF, value, bits); }
 
 // One lane of a warp, as the compiler can tell.
@@ -213,61 +210,6 @@ DEVICE float log2_of(float x) {
     return y;
 }
 
-DEVICE void unpack_halves(float& low, float& high, u32 pair) {
-    asm("{\n.reg .b16 l, h;\nmov.b32 {l, h}, %2;\ncvt.f32.f16 %0, l;\ncvt.f32.f16 %1, h;\n}\n"
-        : "=f"(low), "=f"(high) : "r"(pair));
-}
-
 // ---- memory ahead of its use ------------------------------------------------------------------
 
 DEVICE void prefetch(const void* at) { asm volatile("prefetch.global.L1 [%0];" ::"l"(at)); }
-
-// ---- memory that other blocks write -----------------------------------------------------------
-
-DEVICE void publish() { asm volatile("fence.acq_rel.gpu;" ::: "memory"); }
-
-DEVICE u64 add_and_get(u64* counter) {
-    u64 before;
-    asm volatile("atom.add.acq_rel.gpu.u64 %0, [%1], 1;" : "=l"(before) : "l"(counter) : "memory");
-    return before;
-}
-
-DEVICE void wait_for_count(const u64* counter, u64 least) {
-    u64 now;
-    do {
-        asm volatile("ld.acquire.gpu.u64 %0, [%1];" : "=l"(now) : "l"(counter) : "memory");
-    } while (now < least);
-}
-
-DEVICE float load_fresh(const float* at) {
-    float value;
-    asm volatile("ld.global.cg.f32 %0, [%1];" : "=f"(value) : "l"(at) : "memory");
-    return value;
-}
-
-DEVICE u32 load_fresh(const u32* at) {
-    u32 value;
-    asm volatile("ld.global.cg.u32 %0, [%1];" : "=r"(value) : "l"(at) : "memory");
-    return value;
-}
-
-DEVICE uint2 load_fresh(const uint2* at) {
-    uint2 value;
-    asm volatile("ld.global.cg.v2.u32 {%0, %1}, [%2];"
-                 : "=r"(value.x), "=r"(value.y) : "l"(at) : "memory");
-    return value;
-}
-
-DEVICE float4 load_fresh(const float4* at) {
-    float4 value;
-    asm volatile("ld.global.cg.v4.f32 {%0, %1, %2, %3}, [%4];"
-                 : "=f"(value.x), "=f"(value.y), "=f"(value.z), "=f"(value.w) : "l"(at) : "memory");
-    return value;
-}
-
-DEVICE float2 load_fresh(const float2* at) {
-    float2 value;
-    asm volatile("ld.global.cg.v2.f32 {%0, %1}, [%2];"
-                 : "=f"(value.x), "=f"(value.y) : "l"(at) : "memory");
-    return value;
-}

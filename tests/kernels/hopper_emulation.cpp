@@ -7,9 +7,7 @@ struct Arguments {  // as in codec_hopper.py
     float* partial_lse;
     u16* out;
     float* lse;
-    const int *rows, *merge_count, *merge;
-    u64* arrivals;
-    int q_stride, partial_rows, record_size, bins, heads, kv_heads, columns, merged_rows;
+    int q_stride, partial_rows, record_size, bins, heads, kv_heads;
     float scale, v_scale;
 };
 
@@ -31,8 +29,7 @@ extern "C" bool run_tree_kernel(
     return run_blocks(blocks, THREADS, [&] {
         tree_kernel(
             map_of(*k_pages), map_of(*v_pages), a->q, a->records, a->words, a->masks,
-            a->partial_out, a->partial_lse, a->out, a->lse, a->rows, a->merge_count, a->merge, a->arrivals, a->q_stride, a->partial_rows,
-            a->record_size, a->bins, a->heads, a->kv_heads, a->columns, a->merged_rows, a->scale,
-            a->v_scale);
+            a->partial_out, a->partial_lse, a->out, a->lse, a->q_stride, a->partial_rows,
+            a->record_size, a->bins, a->heads, a->kv_heads, a->scale, a->v_scale);
     });
 }

@@ -137,8 +137,6 @@ static T exchanged(T value, int lane) {
 }
 
 template <typename T>
-DEVICE T from_lane(T value, int lane) { return exchanged(value, lane); }
-template <typename T>
 DEVICE T from_lane_xor(T value, int bits) { return exchanged(value, self->thread % 32 ^ bits); }
 
 DEVICE bool any_in_warp(bool is) {
@@ -273,15 +271,4 @@ DEVICE void product(float (&d)[COUNT], const u32* a, u64 b, int add) {
     }
 }
 
-// ---- memory
 DEVICE void prefetch(const void*) {}
-DEVICE void publish() {}
-DEVICE u64 add_and_get(u64* counter) {
-    changes++;
-    return (*counter)++;
-}
-DEVICE void wait_for_count(const u64* counter, u64 least) {
-    wait_until([=] { return *counter >= least; });
-}
-template <typename T>
-DEVICE T load_fresh(const T* at) { return *at; }

@@ -8,6 +8,7 @@ import ctypes
 import shutil
 import subprocess
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -26,14 +27,19 @@ from stemserve.kernels.codec_division import Division, PieceCosts
 from stemserve.kernels.codec_hopper import (
     FILES,
     OFFSETS,
-    WIDE_TOKENS,
     HopperTree,
-    PartialResults,
     constants,
     hopper_takes,
 )
 from stemserve.kernels.codec_native import NativePlanner
-from stemserve.kernels.codec_pairs import NEXT, OTHER_BASE, SHARED, STEPS, pair_bins
+from stemserve.kernels.codec_pairs import (
+    NEXT,
+    OTHER_BASE,
+    SHARED,
+    STEPS,
+    WIDE_TOKENS,
+    pair_bins,
+)
 from stemserve.kernels.codec_planner import Planner
 from stemserve.kernels.codec_tables import DeviceTables, HostTables
 from stemserve.kernels.cuda_program import SOURCES, TensorMap
@@ -85,11 +91,26 @@ def library(folder: Path, dim: int, dtype: torch.dtype) -> ctypes.CDLL:
 
 
 def plan_of(layout: AttentionLayout, group: int, bins: int) -> HostTables:
-    costs = PieceCosts(wide=WIDE_TOKENS)
-    planner = Planner(
-        group=group, bins=bins, window=0, costs=costs, division=Division(), pairs=True
-    )
-    return planner.plan(layout)
+    """Paired however little is shared."""
+    planner = NativePlanner(group, bins, 0, PieceCosts(wide=WIDE_TOKENS), Division())
+    host = planner.plan(layout)
+    return replace(host, records=planner.pair_bins(host), paired=True)
+
+
+def merge(host: HostTables, partial: AttentionState, state: AttentionState) -> None:
+    """The rows that have partial results, in the layout's order."""
+    group = state.out.shape[1] // len(partial.out)
+    for row, count in enumerate(host.pieces.merge_count.tolist()):
+        if count < 0:
+            continue
+        to = int(host.streams.rows[row])
+        for head in range(state.out.shape[1]):
+            at = host.pieces.merge[row, :count].astype(np.int64) + head % group
+            parts = partial.out[head // group][at].double()
+            logs = partial.lse[head // group][at].double() / LOG2E
+            total = logs.logsumexp(0)
+            state.lse[to, head] = total
+            state.out[to, head] = ((logs - total).exp()[:, None] * parts).sum(0) if count else 0
 
 
 def check(
@@ -99,7 +120,6 @@ def check(
     bins: int,
     dtype: torch.dtype = torch.float16,
 ) -> HostTables:
-    """Twice, as the counters of those that have finished are not reset."""
     query_heads, kv_heads, dim = heads
     shape = HeadShape(query_heads=query_heads, kv_heads=kv_heads, head_dim=dim, scale=dim**-0.5)
     host = plan_of(layout, shape.group, bins)
@@ -109,22 +129,19 @@ def check(
     q = fused[:, :query_heads]
     size = (kv_heads, max(1, tables.capacity.partial_rows))
     part_dtype = torch.float16 if dtype == torch.float16 else torch.float32
-    partial = PartialResults(
-        torch.full((*size, dim), torch.nan, dtype=part_dtype),
-        torch.full(size, torch.nan),
-        torch.zeros(kv_heads, dtype=torch.int64),
+    partial = AttentionState(
+        torch.full((*size, dim), torch.nan, dtype=part_dtype), torch.full(size, torch.nan)
     )
-    kernel = EmulatedKernel(library(folder, dim, dtype))
+    state = AttentionState(
+        torch.full(q.shape, torch.nan, dtype=dtype), torch.full(q.shape[:2], torch.nan)
+    )
     scales = (shape.scale * LOG2E, 1.0)
-    tree = HopperTree(shape=shape, bins=bins, kernel=kernel, scales=scales, merges_inside=True)
+    kernel = EmulatedKernel(library(folder, dim, dtype))
+    tree = HopperTree(shape=shape, bins=bins, kernel=kernel, scales=scales)
     assert tree.takes(tables, q, kv)
-    for _ in range(2):
-        state = AttentionState(
-            torch.full(q.shape, torch.nan, dtype=dtype), torch.full(q.shape[:2], torch.nan)
-        )
-        merged = tree.read_tree(tables, partial, q, kv, state, host.merges)
-        assert merged == host.merges
-        assert_close(state, expected(layout, q, kv, shape), ERROR[dtype])
+    tree.read_tree(tables, partial, q, kv, state)
+    merge(host, partial, state)
+    assert_close(state, expected(layout, q, kv, shape), ERROR[dtype])
     return host
 
 
@@ -237,6 +254,31 @@ def test_the_planner_in_c_pairs_bins_alike(seed: int) -> None:
     assert np.array_equal(native.pair_bins(host), pair_bins(host, bins))
 
 
+@pytest.mark.parametrize(
+    ("widths", "paired"),
+    [
+        (([1, 64], [8192, 256]), True),
+        (([1, 16, 32, 64, 256, 1024], [256, 128, 64, 16, 16, 16]), True),
+        (([1, 128], [8192, 2048]), False),
+        (([1, 16], [51200, 512]), False),
+    ],
+    ids=str,
+)
+def test_plans_that_share_little_are_made_for_the_triton_kernel(
+    widths: tuple[list[int], list[int]], paired: bool
+) -> None:
+    nodes = levels(*widths)
+    layout = layout_of(nodes, leaves_of(nodes))
+    pairing, plain = (
+        Planner(
+            group=4, bins=33, window=0, costs=PieceCosts(), division=Division(), pairs=pairs
+        ).plan(layout)
+        for pairs in (True, False)
+    )
+    assert pairing.paired == paired and not plain.paired
+    assert np.array_equal(pairing.records, plain.records) or paired
+
+
 def on_gpu(layout: AttentionLayout, heads: tuple[int, int, int], dtype: torch.dtype) -> None:
     query_heads, kv_heads, dim = heads
     shape = HeadShape(query_heads=query_heads, kv_heads=kv_heads, head_dim=dim, scale=dim**-0.5)
@@ -246,6 +288,7 @@ def on_gpu(layout: AttentionLayout, heads: tuple[int, int, int], dtype: torch.dt
     fused = torch.randn((layout.num_rows, query_heads + 2 * kv_heads, dim)).to(dtype).to(DEVICE)
     q = fused[:, :query_heads]
     plan = decode.plan(layout)
+    plan.on_hopper = True  # however little is shared
     state = run_poisoned(decode, plan, q, kv)
     assert_close(state, expected(layout, q, kv, shape), ERROR[dtype])
     again = run_poisoned(decode, plan, q, kv)

@@ -18,8 +18,8 @@ def test_sources_need_no_header() -> None:
 
 
 def test_the_arguments_are_laid_out_as_the_kernel_takes_them() -> None:
-    """Twelve addresses, eight numbers, two factors."""
-    assert ctypes.sizeof(Arguments) == 12 * 8 + 8 * 4 + 2 * 4
+    """Eight addresses, six numbers, two factors."""
+    assert ctypes.sizeof(Arguments) == 8 * 8 + 6 * 4 + 2 * 4
 
 
 def test_a_missing_library_is_named() -> None:

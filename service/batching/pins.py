@@ -47,7 +47,8 @@ class Pins:
         self.unpin(key)
         self._nodes[key] = nodes
         self._counts.update(nodes)
-        return sum(node.size for node in nodes)
+        # The last page may hold more than the sequence.
+        return min(len(tokens), sum(node.size for node in nodes))
 
     def unpin(self, key: str) -> None:
         """A key that is not known holds nothing."""
@@ -57,12 +58,11 @@ class Pins:
         self._cache.tree.release(nodes)
 
     def _computed(self, tokens: Int32, salt: bytes) -> list[PageNode]:
-        match = self._cache.tree.match(token_key(tokens), salt)
-        nodes = list(match.nodes)
-        rest = len(tokens) - sum(node.size for node in nodes)
-        if match.tail is not None and rest and match.tail_tokens == rest == match.tail.size:
-            nodes.append(match.tail)
+        nodes, tail, shared = self._cache.tree.match(token_key(tokens), salt)
         for index, node in enumerate(nodes):
             if node.planned < node.size:
                 return nodes[:index]
+        rest = len(tokens) - sum(node.size for node in nodes)
+        if tail is not None and shared == rest and tail.planned >= rest:
+            nodes.append(tail)
         return nodes

@@ -42,6 +42,20 @@ def test_a_pinned_prefix_outlives_what_others_need(tokens: int) -> None:
     rig.batcher.check_idle()
 
 
+@pytest.mark.parametrize("tokens", [1, PAGE - 1, 2 * PAGE + 1])
+@pytest.mark.parametrize("more", [1, PAGE, 3 * PAGE])
+def test_a_prefix_whose_last_page_holds_a_longer_text_can_be_pinned(tokens: int, more: int) -> None:
+    rig = make_rig(pages=PAGES)
+    longer = warmed(rig, 1, tokens + more)
+    kept = longer[:tokens]
+    assert pin(rig, "kept", kept) == tokens
+    for seed in range(10, 14):
+        warmed(rig, seed, 12 * PAGE)
+    assert resident(rig, kept) == tokens
+    rig.batcher.unpin("kept")
+    rig.batcher.check_idle()
+
+
 def test_only_what_is_computed_can_be_pinned() -> None:
     rig = make_rig(pages=PAGES)
     context = warmed(rig, 1, 2 * PAGE)

@@ -8,10 +8,11 @@ from itertools import count
 from stemserve.service.calls.prefix_registry import PrefixRegistry, RegisteredPrefix
 from stemserve.service.calls.scoring import context_job
 from stemserve.service.engine import Engine
-from stemserve.service.errors import EngineFault, NotReady, RequestError
+from stemserve.service.errors import NotReady, QueueFull, RequestError
 
 PERIOD_S = 1.0  # how long pages of an expired pin may stay
 REWARM_PRIORITY = -100  # after a restart, callers come first
+RETRY_S = 1.0
 PIN_ATTEMPTS = 3  # pages may be evicted between their computation and the pin
 
 _log = logging.getLogger(__name__)
@@ -37,7 +38,11 @@ class PrefixKeeper:
             pinned = await self._engine.pin(prefix.pin_key, prefix.tokens, prefix.owner.salt)
             if pinned == len(prefix.tokens):
                 return
-        raise EngineFault(f"prefix {prefix.prefix_id!r} is evicted as fast as it is computed")
+        raise QueueFull(
+            f"prefix {prefix.prefix_id!r} is evicted as fast as it is computed, so it cannot be "
+            "pinned now; retry later",
+            retry_after_s=RETRY_S,
+        )
 
     async def let_go(self) -> None:
         """Give the pages of dropped prefixes back."""

@@ -138,10 +138,12 @@ class PrefixRegistry:
         return tuple(prefix for prefix in self._prefixes.values() if prefix.warm)
 
     def take_dropped(self) -> tuple[RegisteredPrefix, ...]:
-        """Pinned prefixes that were released or have expired since the last call."""
+        """Pinned prefixes that were released or have expired since the last call, and were not
+        pinned again: that replaced their pin."""
         self._drop_expired()
         dropped, self._dropped = self._dropped, []
-        return tuple(dropped)
+        pinned = {prefix.pin_key for prefix in self._prefixes.values() if prefix.pin}
+        return tuple(prefix for prefix in dropped if prefix.pin_key not in pinned)
 
     def __len__(self) -> int:
         self._drop_expired()

@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import Callable
 
+import grpc
 import pytest
 from tests.service.bigram_engine import BigramEngine, random_bigrams
 from tests.service.serving import BYTE_VOCABULARY, serving
@@ -67,7 +68,8 @@ async def test_a_new_worker_computes_what_should_be_warm() -> None:
 async def test_a_prefix_that_is_evicted_as_fast_as_it_is_computed_is_not_pinned() -> None:
     async with serving(byte_engine()) as served:
         served.engine.evicted_tokens = 1
-        with pytest.raises(ClientError, match="evicted as fast"):
+        with pytest.raises(ClientError, match="evicted as fast") as refusal:
             await served.client.register(Register(text="abc", pin=True))
+        assert refusal.value.code is grpc.StatusCode.RESOURCE_EXHAUSTED
         assert await served.client.list_prefixes() == ()
         await until(lambda: not served.engine.pinned)

@@ -159,6 +159,17 @@ def test_dropped_pins_are_told_once() -> None:
     assert registry.take_dropped() == ()
 
 
+def test_a_prefix_that_is_pinned_again_keeps_its_new_pin() -> None:
+    clock = Clock()
+    registry = make(clock)
+    add(registry, "again", 1, pin=True)
+    add(registry, "unpinned", 2, pin=True)
+    clock.now += 10
+    add(registry, "again", 1, pin=True)
+    add(registry, "unpinned", 2)
+    assert [prefix.prefix_id for prefix in registry.take_dropped()] == ["unpinned"]
+
+
 def test_what_one_owner_wants_warm_or_pinned_stays_so_for_all() -> None:
     registry = make(Clock())
     add(registry, "a", 1, pin=True)

@@ -1,10 +1,9 @@
 """Everything that a server can be told, checked whole before anything starts."""
 
-import math
 import os
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Annotated, Any, ClassVar
 
@@ -35,6 +34,7 @@ KERNELS = (
     "codec",
 )
 LOG_LEVELS = ("debug", "info", "warning", "error")
+LONGEST_S = 1_000_000  # some 11 days; gRPC counts milliseconds in 32 bits
 _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 
 
@@ -70,6 +70,17 @@ class ServerConfig:
     metrics_port: int = 9400
     drain_s: float = 20.0
     drain_delay_s: float = 0.0  # a load balancer's time to notice that health says NOT_SERVING
+    default_deadline_s: float = 0.0  # of calls that come without one; 0: none
+    # A connection of this age is closed once its calls are done, and made anew: balancers of
+    # connections can then spread. 0: never.
+    max_connection_age_s: float = 3_600.0
+    max_connection_age_grace_s: float = (
+        0.0  # then its calls are cut; 0: they may take what they take
+    )
+    keepalive_s: float = 60.0  # a client that is silent for so long is asked whether it is there
+    keepalive_timeout_s: float = 20.0  # and has gone if it does not answer
+    least_ping_interval_s: float = 10.0  # of clients; each ping before is a strike
+    max_ping_strikes: int = 2  # more end the connection; 0: none is counted
 
     def __post_init__(self) -> None:
         ports = {"port": self.port, "health_port": self.health_port}
@@ -80,10 +91,18 @@ class ServerConfig:
         named = [port for port in ports.values() if port]
         if len(set(named)) < len(named):
             raise ConfigError(f"the ports must differ: {ports}")
-        for name in ("drain_s", "drain_delay_s"):
-            seconds: float = getattr(self, name)
-            if not (math.isfinite(seconds) and seconds >= 0):
-                raise ConfigError(f"{name} {seconds} must be a number of seconds, 0 or more")
+        for item in fields(self):
+            if item.name.endswith("_s"):
+                self._check_seconds(item.name)
+        if self.max_ping_strikes < 0:
+            raise ConfigError(f"max_ping_strikes {self.max_ping_strikes} must be 0 or more")
+
+    def _check_seconds(self, name: str) -> None:
+        seconds: float = getattr(self, name)
+        if not 0 <= seconds <= LONGEST_S:
+            raise ConfigError(f"{name} {seconds} is not a number of seconds from 0 to {LONGEST_S}")
+        if name.startswith("keepalive_") and not seconds:
+            raise ConfigError(f"{name} must be more than 0")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

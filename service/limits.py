@@ -10,11 +10,14 @@ from stemserve.service.access_config import STRICT
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """Reported by Info.GetLimits; validation checks them before it allocates anything."""
+    """Reported by Info.GetLimits and described in docs/limits.md; what a request could exceed is
+    checked before anything is allocated for it."""
 
     __pydantic_config__: ClassVar[ConfigDict] = STRICT
 
     max_message_bytes: int = 64 << 20  # requests and answers
+    max_metadata_bytes: int = 16 << 10  # of one call; names count too, and 32 bytes an entry
+    max_concurrent_calls: int = 2_048  # open at once, streams too
     max_contexts: int = 256
     max_items: int = 10_000
     max_labels: int = 1_024
@@ -26,6 +29,9 @@ class Limits:
     max_stop_characters: int = 256  # of one stop string
     max_top_logprobs: int = 20
     max_stream_calls: int = 64  # running at once on one ScoreStream
+    max_unread_tokens: int = 8_192  # of one generation whose client does not read
+    max_prefixes: int = 10_000  # registered at once
+    max_prefix_tokens: int = 16 << 20  # of all of them, parents counted in each child
     max_queued_requests: int = 1_024
     max_queued_tokens: int = 4 << 20
     max_step_tokens: int = 512  # about a second of a small model on a CPU; a GPU takes more

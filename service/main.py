@@ -117,15 +117,15 @@ async def serve(
     config: ServiceConfig, model: Path, tokenizer: Tokenizer, *, announce: Callable[[Ready], None]
 ) -> None:
     core = _Core(config, _launcher(config, model))
-    gate = CallGate()
+    gate = CallGate(max_calls=config.limits.max_concurrent_calls)
     async with AsyncExitStack() as stack:
         signals = await stack.enter_async_context(StopSignals.watched(core.supervisor.kill))
         servers = Servers(
             config.server,
-            max_message_bytes=config.limits.max_message_bytes,
+            limits=config.limits,
             health=core.health,
             interceptors=[
-                CallStatus(core.metrics),
+                CallStatus(core.metrics, default_deadline_s=config.server.default_deadline_s),
                 *authentication(config.auth, config.tenants, core.metrics),
                 gate,
             ],

@@ -42,7 +42,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
     async def ScoreStream(
         self, request_iterator: Requests, context: Context
     ) -> AsyncGenerator[inference_pb2.ScoreStreamResponse, None]:
-        score = partial(self._score_of_stream, deadline=remaining_deadline(context))
+        score = partial(self._score_of_stream, context=context)
         calls = ScoreStreamCalls(score, max_calls=self._max_stream_calls)
         async with aclosing(calls.answers(request_iterator)) as answers:
             async for answer in answers:
@@ -58,11 +58,12 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
                 yield message
 
     async def _score_of_stream(
-        self, request: inference_pb2.ScoreRequest, *, deadline: float | None
+        self, request: inference_pb2.ScoreRequest, *, context: Context
     ) -> inference_pb2.ScoreResponse:
         """Counted as a Score call."""
         started, code = time.monotonic(), grpc.StatusCode.INTERNAL
         try:
+            deadline = remaining_deadline(context)
             response = await self._score.run(request, caller=current_caller(), deadline=deadline)
             code = grpc.StatusCode.OK
             return response

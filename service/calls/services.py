@@ -65,7 +65,10 @@ class Services:
         metrics: Metrics,
     ) -> None:
         facts = engine.facts
-        registry = PrefixRegistry(RegistryBounds(), clock=time.monotonic)
+        bounds = RegistryBounds(
+            max_prefixes=limits.max_prefixes, max_tokens=limits.max_prefix_tokens
+        )
+        registry = PrefixRegistry(bounds, clock=time.monotonic)
         pool = TokenizerPool(tokenizer, executor, long_executor=long_executor)
         contexts = ContextEncoder(pool, registry, vocab_size=facts.vocab_size)
         score = ScoreRunner(ScoreEncoder(contexts, pool, limits, facts), engine, metrics)

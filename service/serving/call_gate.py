@@ -1,4 +1,4 @@
-"""Refuse new calls before the server is ready, and while the last ones finish."""
+"""Refuse calls before the server is ready, while the last ones finish, and above a number."""
 
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Generator
@@ -7,27 +7,32 @@ from typing import Any, cast
 
 import grpc
 
-from stemserve.service.errors import NotReady
+from stemserve.service.errors import NotReady, QueueFull
 
 OUR_SERVICES = "/stemserve."
 LOADING = "the model is loading; retry in a moment"
 DRAINING = "the server is shutting down; retry on another one"
+RETRY_AFTER_S = 1.0
 
 Handler = Any  # a grpc.RpcMethodHandler, which cannot be subscripted at run time
 Context = grpc.aio.ServicerContext[Any, Any]
 
 
 class CallGate(grpc.aio.ServerInterceptor):
-    """Closed at first. Counts the running calls of our services; health and reflection always pass.
+    """Closed at first. Counts the calls of our services; health and reflection always pass, which
+    is why gRPC's own limit of concurrent calls is not used.
 
-    Goes behind CallStatus, which turns the refusal into a status.
+    Goes behind CallStatus, which turns the refusal into a status, and behind Authentication: who
+    may not call takes no place.
 
-    A stream of many calls (ScoreStream) may stay open for days: a new one is refused, but an open
-    one is not counted.
+    A stream of many calls (ScoreStream) may stay open for days: a new one is refused by a drain,
+    but an open one is not waited for.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, max_calls: int) -> None:
         self._refusing: Handler | None = _refusing(LOADING)
+        self._max_calls = max_calls
+        self._open = 0
         self._running = 0
         self._idle = asyncio.Event()
         self._idle.set()
@@ -62,14 +67,21 @@ class CallGate(grpc.aio.ServerInterceptor):
         # The stubs describe synchronous handlers only; ours are all asynchronous.
         unary: Any = handler.unary_unary
         stream: Any = handler.unary_stream
+        both: Any = handler.stream_stream
 
         async def call(request: Any, context: Context) -> Any:
-            with self._count():
+            with self._place(), self._count():
                 return await unary(request, context)
 
         async def iterate(request: Any, context: Context) -> AsyncGenerator[Any]:
-            with self._count():
+            with self._place(), self._count():
                 async with aclosing(stream(request, context)) as answers:
+                    async for answer in answers:
+                        yield answer
+
+        async def converse(requests: Any, context: Context) -> AsyncGenerator[Any]:
+            with self._place():
+                async with aclosing(both(requests, context)) as answers:
                     async for answer in answers:
                         yield answer
 
@@ -78,7 +90,20 @@ class CallGate(grpc.aio.ServerInterceptor):
             return grpc.unary_unary_rpc_method_handler(call, *codec)
         if stream is not None:
             return grpc.unary_stream_rpc_method_handler(iterate, *codec)
-        return handler
+        return grpc.stream_stream_rpc_method_handler(cast(Any, converse), *codec)
+
+    @contextmanager
+    def _place(self) -> Generator[None]:
+        if self._open >= self._max_calls:
+            raise QueueFull(
+                f"{self._open} calls are open, and max_concurrent_calls is {self._max_calls}",
+                retry_after_s=RETRY_AFTER_S,
+            )
+        self._open += 1
+        try:
+            yield
+        finally:
+            self._open -= 1
 
     @contextmanager
     def _count(self) -> Generator[None]:

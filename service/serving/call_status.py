@@ -5,6 +5,7 @@ import logging
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 from contextlib import aclosing
+from contextvars import ContextVar
 from typing import Any
 
 import grpc
@@ -35,6 +36,9 @@ Handler = Any  # a grpc.RpcMethodHandler, which cannot be subscripted at run tim
 Call = Callable[[Any, Context], Awaitable[Any]]
 Parse = Callable[[bytes], Any]
 
+# Of calls without a deadline, set for the task of such a call.
+_default_deadline_s: ContextVar[float | None] = ContextVar("default_deadline_s", default=None)
+
 logger = logging.getLogger(__name__)
 
 
@@ -43,8 +47,10 @@ class CallStatus(grpc.aio.ServerInterceptor):
     handler is closed at once when the client leaves, and parses requests itself, so that bytes that
     are not one are the client's fault."""
 
-    def __init__(self, metrics: Metrics) -> None:
+    def __init__(self, metrics: Metrics, *, default_deadline_s: float = 0.0) -> None:
+        """`default_deadline_s` is for calls without a deadline; 0: they have none."""
         self._metrics = metrics
+        self._default_deadline_s = default_deadline_s
 
     async def intercept_service(
         self,
@@ -76,7 +82,8 @@ class CallStatus(grpc.aio.ServerInterceptor):
                     return both(_parse_each(parse, blobs), context)
                 return stream(parse(blobs), context)
 
-            await self._counted(label, context, _write_all(answers, context))
+            call = _write_all(answers, context)
+            await self._counted(label, context, call, is_session=stream is None)
 
         codec: Any = (None, handler.response_serializer)
         if handler.request_streaming:
@@ -85,11 +92,17 @@ class CallStatus(grpc.aio.ServerInterceptor):
             return grpc.unary_stream_rpc_method_handler(_as_handler(write), *codec)
         return grpc.unary_unary_rpc_method_handler(_as_handler(answer), *codec)
 
-    async def _counted(self, label: str | None, context: Context, call: Awaitable[Any]) -> Any:
+    async def _counted(
+        self, label: str | None, context: Context, call: Awaitable[Any], *, is_session: bool = False
+    ) -> Any:
+        """A session is a stream of many calls, each with a default deadline of its own."""
         started = time.monotonic()
         code = "OK"
         try:
-            return await call
+            if label is None or not self._default_deadline_s or _has_deadline(context):
+                return await call
+            _default_deadline_s.set(self._default_deadline_s)
+            return await (call if is_session else _within(self._default_deadline_s, call))
         except RequestError as error:
             code = status_code(error).name
             self._metrics.rejected(error)
@@ -111,8 +124,10 @@ class CallStatus(grpc.aio.ServerInterceptor):
 
 
 def remaining_deadline(context: Context) -> float | None:
-    """On the monotonic clock."""
+    """On the monotonic clock. The caller's, or else the server's default from now on."""
     remaining = _time_remaining(context)
+    if remaining is None:
+        remaining = _default_deadline_s.get()
     if remaining is None:
         return None
     if remaining <= 0:
@@ -120,9 +135,25 @@ def remaining_deadline(context: Context) -> float | None:
     return time.monotonic() + remaining
 
 
+async def _within(seconds: float, call: Awaitable[Any]) -> Any:
+    try:
+        async with asyncio.timeout(seconds) as timeout:
+            return await call
+    except TimeoutError:
+        if not timeout.expired():
+            raise
+        raise DeadlinePassed(
+            f"the call took longer than {seconds:g} s, the default here; send a deadline with it"
+        ) from None
+
+
 def deadline_passed(context: Context) -> bool:
     remaining = _time_remaining(context)
     return remaining is not None and remaining <= 0
+
+
+def _has_deadline(context: Context) -> bool:
+    return _time_remaining(context) is not None
 
 
 def _time_remaining(context: Context) -> float | None:

@@ -8,9 +8,13 @@ from typing import Any
 import grpc
 
 from stemserve.service.config import ServerConfig
+from stemserve.service.limits import Limits
 from stemserve.service.serving import reflection
 from stemserve.service.serving.health import SERVICE_NAME as HEALTH_SERVICE
 from stemserve.service.serving.health import Health
+
+SPARE_STREAMS = 128  # of a connection: for health, and for refusals
+FOREVER_MS = 2**31 - 1  # as gRPC understands it
 
 # After a drain nothing should run; what still does is cut.
 STOP_GRACE_S = 1.0
@@ -34,13 +38,13 @@ class Servers:
         self,
         config: ServerConfig,
         *,
-        max_message_bytes: int,
+        limits: Limits,
         health: Health,
         interceptors: Sequence[grpc.aio.ServerInterceptor],
         credentials: grpc.ServerCredentials | None = None,
     ) -> None:
         """`credentials` None: plaintext."""
-        options = _options(max_message_bytes)
+        options = transport_options(config, limits)
         self.rpc = grpc.aio.server(interceptors=interceptors, options=options)
         # The first interceptor answers bytes that are no message, here too.
         self._health = grpc.aio.server(interceptors=interceptors[:1], options=options)
@@ -69,16 +73,36 @@ class Servers:
             await self._health.stop(STOP_GRACE_S)
 
 
-def _options(max_message_bytes: int) -> list[tuple[str, Any]]:
-    return [
-        ("grpc.max_send_message_length", max_message_bytes),
-        ("grpc.max_receive_message_length", max_message_bytes),
+def transport_options(config: ServerConfig, limits: Limits) -> list[tuple[str, Any]]:
+    options = [
+        ("grpc.max_send_message_length", limits.max_message_bytes),
+        ("grpc.max_receive_message_length", limits.max_message_bytes),
+        # Between the two gRPC refuses at random: a limit that is not one number.
+        ("grpc.max_metadata_size", limits.max_metadata_bytes),
+        ("grpc.absolute_max_metadata_size", limits.max_metadata_bytes),
+        # Of one connection. Calls above it wait in the client, which never hears of a refusal.
+        ("grpc.max_concurrent_streams", limits.max_concurrent_calls + SPARE_STREAMS),
         # Without this a second server would silently share the port.
         ("grpc.so_reuseport", 0),
-        # Clients may ping an idle connection every 10 s; the default answers that with GOAWAY.
+        ("grpc.keepalive_time_ms", _milliseconds(config.keepalive_s)),
+        ("grpc.keepalive_timeout_ms", _milliseconds(config.keepalive_timeout_s)),
+        # Clients may ping an idle connection too; the default answers that with GOAWAY.
         ("grpc.keepalive_permit_without_calls", 1),
-        ("grpc.http2.min_recv_ping_interval_without_data_ms", 10_000),
+        (
+            "grpc.http2.min_recv_ping_interval_without_data_ms",
+            _milliseconds(config.least_ping_interval_s),
+        ),
+        ("grpc.http2.max_ping_strikes", config.max_ping_strikes),
     ]
+    if config.max_connection_age_s:
+        options.append(("grpc.max_connection_age_ms", _milliseconds(config.max_connection_age_s)))
+        grace_ms = _milliseconds(config.max_connection_age_grace_s) or FOREVER_MS
+        options.append(("grpc.max_connection_age_grace_ms", grace_ms))
+    return options
+
+
+def _milliseconds(seconds: float) -> int:
+    return round(seconds * 1000)
 
 
 def _bind(

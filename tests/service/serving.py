@@ -16,12 +16,15 @@ from stemserve.service.access_config import AuthConfig, TenantConfig, TlsConfig
 from stemserve.service.calls.services import SERVICES, Services
 from stemserve.service.client import OPTIONS, Client
 from stemserve.service.client_channel import PLAINTEXT, Access, open_channel
+from stemserve.service.config import ServerConfig
 from stemserve.service.limits import Limits
 from stemserve.service.metrics import Metrics
 from stemserve.service.serving import reflection
 from stemserve.service.serving.authentication import authentication
+from stemserve.service.serving.call_gate import CallGate
 from stemserve.service.serving.call_status import CallStatus
 from stemserve.service.serving.health import Health
+from stemserve.service.serving.server import transport_options
 from stemserve.service.serving.tls import server_credentials
 from stemserve.service.text.token_bytes import token_bytes
 from stemserve.service.text.tokenizer import Encoders, Tokenizer
@@ -79,6 +82,7 @@ async def serving(
     limits: Limits | None = None,
     auth: AuthConfig | None = None,
     tls: TlsConfig | None = None,
+    server_config: ServerConfig | None = None,
     tenants: Mapping[str, TenantConfig] | None = None,
     access: Access = PLAINTEXT,  # of the client and channel that are yielded
 ) -> AsyncGenerator[Served, None]:
@@ -86,12 +90,18 @@ async def serving(
     registry = CollectorRegistry()
     tenants = tenants or {}
     metrics = Metrics(registry, tuple(tenants))
-    options = [
-        ("grpc.max_receive_message_length", limits.max_message_bytes),
-        ("grpc.max_send_message_length", limits.max_message_bytes),
-    ]
+    config = server_config or ServerConfig()
     guard = authentication(auth or AuthConfig(), tenants, metrics)
-    server = grpc.aio.server(interceptors=[CallStatus(metrics), *guard], options=options)
+    gate = CallGate(max_calls=limits.max_concurrent_calls)
+    gate.open()
+    server = grpc.aio.server(
+        interceptors=[
+            CallStatus(metrics, default_deadline_s=config.default_deadline_s),
+            *guard,
+            gate,
+        ],
+        options=transport_options(config, limits),
+    )
     server.add_generic_rpc_handlers(reflection.handlers(SERVICES))
     server.add_generic_rpc_handlers((Health(SERVICES, note_serving=metrics.ready).handler(),))
     credentials = server_credentials(tls or TlsConfig())

@@ -60,7 +60,7 @@ class Rig:
 
 @pytest.fixture
 async def rig() -> AsyncIterator[Rig]:
-    gate, servicer = CallGate(), SlowServicer()
+    gate, servicer = CallGate(max_calls=2), SlowServicer()
     status = CallStatus(Metrics(CollectorRegistry()))
     server = grpc.aio.server(interceptors=[status, gate])
     port = server.add_insecure_port("127.0.0.1:0")

@@ -5,10 +5,10 @@ from dataclasses import dataclass, field
 
 import torch
 
-from stemserve.kernels.calibration import device_name, measure_cost_table
-from stemserve.kernels.cost_model import CostTable
-from stemserve.kernels.cost_table_file import of_dtype, shipped_cost_tables, table_for_heads
 from stemserve.kernels.layout import AttentionLayout, HeadShape
+from stemserve.kernels.pricing.calibration import device_name, measure_cost_table
+from stemserve.kernels.pricing.cost_model import CostTable
+from stemserve.kernels.pricing.cost_table_file import of_dtype, shipped_cost_tables, table_for_heads
 from stemserve.kernels.registry import StrategySet, strategy_set
 from stemserve.kernels.strategy import Kernel, Phase, Strategy
 from stemserve.worker.dispatch import Dispatcher, Prediction

@@ -113,7 +113,7 @@ def _integer(field: Any, rng: random.Random) -> int:
     wide = field.type in (Field.TYPE_INT64, Field.TYPE_UINT64, Field.TYPE_SINT64)
     signed = field.type in (Field.TYPE_INT32, Field.TYPE_INT64, Field.TYPE_SINT32)
     bits = 64 if wide else 32
-    low, high = (-(2 ** (bits - 1)), 2 ** (bits - 1) - 1) if signed else (0, 2**bits - 1)
+    low, high = (-1 << (bits - 1), (1 << (bits - 1)) - 1) if signed else (0, (1 << bits) - 1)
     drawn: int = rng.choice((*ODD_INTEGERS, rng.randrange(40)))
     return min(high, max(low, drawn))
 

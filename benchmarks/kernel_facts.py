@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from report import commit
 
-from stemserve.kernels.calibration import device_name
+from stemserve.kernels.pricing.calibration import device_name
 
 RESULTS = Path(__file__).parent / "results"
 PACKAGES = ("torch", "triton", "numpy", "flashinfer-python")

@@ -6,7 +6,6 @@ import torch
 from torch import Tensor
 
 from stemserve.kernels.attention_state import AttentionState, LayerKV, merge_states
-from stemserve.kernels.calls import Call, PageTokens, batch_page_calls, call_work
 from stemserve.kernels.codec_plan import (
     CodecLimits,
     TaskList,
@@ -14,14 +13,15 @@ from stemserve.kernels.codec_plan import (
     partial_starts,
     reduction_table,
 )
-from stemserve.kernels.cost_model import Costs
-from stemserve.kernels.device_call import DeviceCall, FlatKV, device_call
 from stemserve.kernels.eligibility import decode_refusal
 from stemserve.kernels.host_array import index_tensor
 from stemserve.kernels.layout import AttentionLayout, HeadShape
 from stemserve.kernels.prefix_forest import PrefixForest, prefix_forest
-from stemserve.kernels.schedule import empty_state, store
+from stemserve.kernels.pricing.cost_model import Costs
 from stemserve.kernels.strategy import Kernel, Phase, Work
+from stemserve.kernels.torch_paths.calls import Call, PageTokens, batch_page_calls, call_work
+from stemserve.kernels.torch_paths.device_call import DeviceCall, FlatKV, device_call
+from stemserve.kernels.torch_paths.schedule import empty_state, store
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

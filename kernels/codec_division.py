@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from stemserve.kernels.codec_tiles import STEP_TOKENS
-from stemserve.kernels.engine_cost import BlockEngine, Engine, TileEngine
+from stemserve.kernels.pricing.engine_cost import BlockEngine, Engine, TileEngine
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -31,8 +31,8 @@ FILES = (
 CAPABILITY = (9, 0)
 HEAD_DIMS = (64, 128)
 DTYPES = (torch.float16, torch.bfloat16)
-# (dtype, head_dim) for which it is taken unasked. None yet: float16 with 128 was 1.19 times as fast as
-# the Triton kernel on trees that share enough, but what changed since has only been emulated.
+# (dtype, head_dim) for which it is taken unasked. None yet: float16 with 128 was 1.19 times as fast
+# as the Triton kernel on trees that share enough, but what changed since has only been emulated.
 MEASURED: tuple[tuple[torch.dtype, int], ...] = ()
 PAGE = 16
 THREADS = 384

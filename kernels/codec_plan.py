@@ -6,10 +6,10 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from stemserve.kernels.cost_model import Costs
-from stemserve.kernels.engine_cost import Float64
 from stemserve.kernels.layout import Int32, int32
 from stemserve.kernels.prefix_forest import PrefixForest
+from stemserve.kernels.pricing.cost_model import Costs
+from stemserve.kernels.pricing.engine_cost import Float64
 
 BISECTION_STEPS = 24  # the makespan bound is then exact to 1e-7 of the total
 

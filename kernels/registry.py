@@ -6,19 +6,19 @@ from dataclasses import dataclass
 
 import torch
 
-from stemserve.kernels.cascade import CascadeAttention
 from stemserve.kernels.codec import CodecAttention
 from stemserve.kernels.codec_division import PieceCosts
 from stemserve.kernels.codec_plan import CodecLimits
-from stemserve.kernels.cost_model import Costs, CostTable
-from stemserve.kernels.custom_mask import CustomMaskAttention
 from stemserve.kernels.layout import HeadShape
-from stemserve.kernels.multi_item import MultiItemAttention
-from stemserve.kernels.naive import NaiveAttention
-from stemserve.kernels.paged import PagedAttention
-from stemserve.kernels.ragged import RaggedAttention
-from stemserve.kernels.split import SplitAttention
+from stemserve.kernels.pricing.cost_model import Costs, CostTable
 from stemserve.kernels.strategy import Kernel, Phase, Strategy
+from stemserve.kernels.torch_paths.cascade import CascadeAttention
+from stemserve.kernels.torch_paths.custom_mask import CustomMaskAttention
+from stemserve.kernels.torch_paths.multi_item import MultiItemAttention
+from stemserve.kernels.torch_paths.naive import NaiveAttention
+from stemserve.kernels.torch_paths.paged import PagedAttention
+from stemserve.kernels.torch_paths.ragged import RaggedAttention
+from stemserve.kernels.torch_paths.split import SplitAttention
 
 log = logging.getLogger(__name__)
 
@@ -81,8 +81,8 @@ def _flashinfer(
     """In place of torch's paths, and why not where they would be expected."""
     if device.type != "cuda" or dtype == torch.float32:  # FlashInfer has no float32
         return (), None
-    from stemserve.kernels.flashinfer_backends import FlashInferUnavailable
-    from stemserve.kernels.flashinfer_registry import flashinfer_strategies
+    from stemserve.kernels.flashinfer_paths.flashinfer_backends import FlashInferUnavailable
+    from stemserve.kernels.flashinfer_paths.flashinfer_registry import flashinfer_strategies
 
     try:
         return flashinfer_strategies(shape, device, dtype, costs), None
@@ -95,7 +95,7 @@ def _dense(shape: HeadShape, device: torch.device, dtype: torch.dtype) -> Sequen
     """Cascade and split prefill in place of torch's; nothing where the kernel does not run."""
     if device.type != "cuda":
         return ()
-    from stemserve.kernels.dense_attention import dense_strategies
+    from stemserve.kernels.dense.dense_attention import dense_strategies
 
     return dense_strategies(shape, device, dtype)
 

@@ -13,9 +13,9 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
 from rich.progress import Progress as ProgressBar
 
-from stemserve.kernels.calibration import Progress, measure_cost_table, plan_for
-from stemserve.kernels.cost_table_file import tables_json
 from stemserve.kernels.layout import HeadShape
+from stemserve.kernels.pricing.calibration import Progress, measure_cost_table, plan_for
+from stemserve.kernels.pricing.cost_table_file import tables_json
 from stemserve.worker.config import ConfigError, Device, Dtype, positive
 from stemserve.worker.models.loader import read_model_config
 from stemserve.worker.start import pick_device, pick_dtype

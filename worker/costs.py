@@ -6,16 +6,16 @@ from pathlib import Path
 
 import torch
 
-from stemserve.kernels.calibration import device_name, libraries, measure_cost_table
-from stemserve.kernels.cost_model import CostTable
-from stemserve.kernels.cost_table_file import (
+from stemserve.kernels.layout import HeadShape
+from stemserve.kernels.pricing.calibration import device_name, libraries, measure_cost_table
+from stemserve.kernels.pricing.cost_model import CostTable
+from stemserve.kernels.pricing.cost_table_file import (
     load_cost_tables,
     of_dtype,
     shipped_cost_tables,
     table_for_heads,
 )
-from stemserve.kernels.engine_cost import CostTableError
-from stemserve.kernels.layout import HeadShape
+from stemserve.kernels.pricing.engine_cost import CostTableError
 from stemserve.worker.config import ConfigError
 from stemserve.worker.models.weights import Progress
 

@@ -9,8 +9,8 @@ from typing import Protocol
 
 import numpy as np
 
-from stemserve.kernels.engine_cost import Cost
 from stemserve.kernels.layout import AttentionLayout
+from stemserve.kernels.pricing.engine_cost import Cost
 from stemserve.kernels.strategy import TORCH, Kernel, Phase, Strategy, Work
 from stemserve.proto.v1 import inference_pb2
 from stemserve.worker.layout import AttentionGroup, Candidate, candidates, group, sub_layout

@@ -8,8 +8,8 @@ from typing import assert_never
 
 import torch
 
-from stemserve.kernels.cost_model import CostTable
-from stemserve.kernels.cost_table_file import tables_json
+from stemserve.kernels.pricing.cost_model import CostTable
+from stemserve.kernels.pricing.cost_table_file import tables_json
 from stemserve.kernels.registry import strategy_set
 from stemserve.proto.v1 import worker_pb2
 from stemserve.worker.config import ConfigError, Device, Dtype, WorkerConfig

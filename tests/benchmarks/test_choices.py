@@ -2,7 +2,7 @@ import torch
 from choices import Choices, worth_timing
 from prefill_shapes import PrefillShape
 
-from stemserve.kernels.engine_cost import Cost
+from stemserve.kernels.pricing.engine_cost import Cost
 from stemserve.kernels.strategy import Kernel, Phase
 from stemserve.worker.dispatch import Prediction
 

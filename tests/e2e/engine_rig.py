@@ -34,10 +34,12 @@ from stemserve.service.request import (
     JobFailed,
     Load,
     ScoreJob,
+    ScorePart,
     ScoreResult,
     WorkerFacts,
 )
 from stemserve.service.text.tokenizer import Tokenizer, TokenizerPool
+from stemserve.service.workers.part_stream import PartStream
 from stemserve.service.workers.token_stream import TokenStream
 from stemserve.worker.config import parse_config
 from stemserve.worker.runner import ModelRunner
@@ -123,11 +125,12 @@ class InProcessEngine:
         self._in_flight: deque[worker_pb2.StepPlan] = deque()
         self._poisoned: Int32 = np.empty(0, np.int32)
         self._scores: dict[str, asyncio.Future[ScoreResult]] = {}
+        self._part_streams: dict[str, PartStream] = {}
         self._streams: dict[str, TokenStream] = {}
 
     @property
     def num_calls(self) -> int:
-        return len(self._scores) + len(self._streams)
+        return len(self._scores) + len(self._part_streams) + len(self._streams)
 
     async def score(self, job: ScoreJob) -> ScoreResult:
         self._batcher.submit(job)
@@ -136,6 +139,18 @@ class InProcessEngine:
             return await self._scores[job.request_id]
         finally:
             del self._scores[job.request_id]
+
+    async def score_parts(self, job: ScoreJob) -> AsyncGenerator[ScorePart | ScoreResult, None]:
+        self._batcher.submit(job)
+        stream = self._part_streams[job.request_id] = PartStream()
+        try:
+            while True:
+                news = await stream.take()
+                yield news
+                if isinstance(news, ScoreResult):
+                    return
+        finally:
+            del self._part_streams[job.request_id]
 
     async def generate(self, job: GenerateJob) -> AsyncGenerator[GenerateChunk, None]:
         self._batcher.submit(job)
@@ -201,12 +216,19 @@ class InProcessEngine:
         for event in events:
             match event:
                 case ScoreResult():
-                    self._scores[event.request_id].set_result(event)
+                    if event.request_id in self._part_streams:
+                        self._part_streams[event.request_id].finish(event)
+                    else:
+                        self._scores[event.request_id].set_result(event)
+                case ScorePart():
+                    self._part_streams[event.request_id].put(event)
                 case GenerateChunk():
                     self._streams[event.request_id].put(event)
                 case JobFailed():
                     if event.request_id in self._streams:
                         self._streams[event.request_id].fail(event.error)
+                    elif event.request_id in self._part_streams:
+                        self._part_streams[event.request_id].fail(event.error)
                     else:
                         self._scores[event.request_id].set_exception(event.error)
 

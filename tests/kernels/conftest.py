@@ -6,8 +6,8 @@ import pytest
 import torch
 from tests.triton_interpreter import interpret_without_gpu
 
-from stemserve.kernels.cost_model import CostTable
-from stemserve.kernels.cost_table_file import shipped_cost_tables
+from stemserve.kernels.pricing.cost_model import CostTable
+from stemserve.kernels.pricing.cost_table_file import shipped_cost_tables
 
 interpret_without_gpu()
 

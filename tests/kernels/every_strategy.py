@@ -13,8 +13,8 @@ from stemserve.kernels.attention_state import AttentionState, LayerKV
 from stemserve.kernels.codec_decode import CodecDecode, DecodeNumbers
 from stemserve.kernels.codec_division import Division
 from stemserve.kernels.codec_plan import CodecLimits
-from stemserve.kernels.cost_model import CostTable
 from stemserve.kernels.layout import AttentionLayout, HeadShape
+from stemserve.kernels.pricing.cost_model import CostTable
 from stemserve.kernels.registry import strategies
 from stemserve.kernels.strategy import Phase, Strategy
 

@@ -7,8 +7,8 @@ from torch import Tensor
 
 from stemserve.kernels import reference
 from stemserve.kernels.attention_state import AttentionState, LayerKV
+from stemserve.kernels.flashinfer_paths.prefill_batch import BatchTables, PrefillBatch
 from stemserve.kernels.layout import HeadShape
-from stemserve.kernels.prefill_batch import BatchTables, PrefillBatch
 from stemserve.kernels.token_sources import EMPTY
 
 Int = NDArray[np.integer]

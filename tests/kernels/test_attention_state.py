@@ -8,7 +8,7 @@ from torch import Tensor
 
 from stemserve.kernels import reference
 from stemserve.kernels.attention_state import AttentionState, merge_states
-from stemserve.kernels.schedule import merge_into
+from stemserve.kernels.torch_paths.schedule import merge_into
 
 
 def parts(*states: tuple[float, float]) -> tuple[Tensor, Tensor]:

@@ -7,8 +7,8 @@ from torch import Tensor
 
 from stemserve.kernels import reference
 from stemserve.kernels.attention_state import AttentionState
-from stemserve.kernels.block_attention import attend, attend_by_matmul, causal_mask
 from stemserve.kernels.layout import HeadShape
+from stemserve.kernels.torch_paths.block_attention import attend, attend_by_matmul, causal_mask
 
 SHAPES = [head_shape(3, 3, 64), head_shape(9, 3, 64), head_shape(4, 1, 80), head_shape(14, 2, 128)]
 CPU = torch.device("cpu")

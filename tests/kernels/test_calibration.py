@@ -10,22 +10,22 @@ from tests.kernels.forests import head_shape, items_over
 from torch import Tensor
 
 from stemserve.kernels.attention_state import AttentionState, LayerKV
-from stemserve.kernels.calibration import Plan, fitted_table, measure_cost_table
-from stemserve.kernels.calibration_blocks import Grid
-from stemserve.kernels.calibration_layouts import (
+from stemserve.kernels.layout import AttentionLayout, int32
+from stemserve.kernels.pricing.calibration import Plan, fitted_table, measure_cost_table
+from stemserve.kernels.pricing.calibration_blocks import Grid
+from stemserve.kernels.pricing.calibration_layouts import (
     DecodeLimits,
     ScoreLimits,
     decode_layouts,
     score_shapes,
 )
-from stemserve.kernels.calibration_strategies import Extent, SteeredCosts, StrategyMeter
-from stemserve.kernels.cost_correction import layout_features
-from stemserve.kernels.cost_model import Costs, CostTable, correction_key
-from stemserve.kernels.cost_table_file import parse_tables, tables_json
-from stemserve.kernels.engine_cost import TileEngine
-from stemserve.kernels.engine_fit import Measurement, relative_fit
-from stemserve.kernels.layout import AttentionLayout, int32
-from stemserve.kernels.stopwatch import Bench, StrategyBench
+from stemserve.kernels.pricing.calibration_strategies import Extent, SteeredCosts, StrategyMeter
+from stemserve.kernels.pricing.cost_correction import layout_features
+from stemserve.kernels.pricing.cost_model import Costs, CostTable, correction_key
+from stemserve.kernels.pricing.cost_table_file import parse_tables, tables_json
+from stemserve.kernels.pricing.engine_cost import TileEngine
+from stemserve.kernels.pricing.engine_fit import Measurement, relative_fit
+from stemserve.kernels.pricing.stopwatch import Bench, StrategyBench
 from stemserve.kernels.strategy import Kernel, Part, Phase, Work
 
 SMALL = Plan(

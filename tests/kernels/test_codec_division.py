@@ -7,8 +7,8 @@ from tests.kernels.codec_forests import layout_of, leaves_of, levels
 from stemserve.kernels.codec_division import Division, PieceCosts
 from stemserve.kernels.codec_pieces import Pieces
 from stemserve.kernels.codec_planner import Planner
-from stemserve.kernels.engine_cost import BlockEngine, Float64, TileEngine
 from stemserve.kernels.layout import AttentionLayout
+from stemserve.kernels.pricing.engine_cost import BlockEngine, Float64, TileEngine
 
 LEAVES = levels([1, 200], [2048, 160])
 TREE = layout_of(LEAVES, leaves_of(LEAVES))

@@ -13,9 +13,9 @@ from stemserve.kernels.codec_plan import (
     reduction_table,
     split_counts,
 )
-from stemserve.kernels.cost_model import CostTable
 from stemserve.kernels.layout import int32
 from stemserve.kernels.prefix_forest import PrefixForest, prefix_forest
+from stemserve.kernels.pricing.cost_model import CostTable
 
 LIMITS = CodecLimits(workers=6, max_splits=8, min_split_tokens=16, tile_rows=3)
 

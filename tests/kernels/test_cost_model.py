@@ -6,10 +6,14 @@ import numpy as np
 import pytest
 from tests.kernels.forests import head_shape, items_over
 
-from stemserve.kernels.cost_correction import Corrections, StrategyCorrection, layout_features
-from stemserve.kernels.cost_model import CostTable, correction_key
-from stemserve.kernels.engine_cost import CostTableError
 from stemserve.kernels.layout import int32
+from stemserve.kernels.pricing.cost_correction import (
+    Corrections,
+    StrategyCorrection,
+    layout_features,
+)
+from stemserve.kernels.pricing.cost_model import CostTable, correction_key
+from stemserve.kernels.pricing.engine_cost import CostTableError
 from stemserve.kernels.strategy import TORCH, Kernel, Part, Phase, Work
 
 

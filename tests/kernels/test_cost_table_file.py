@@ -8,16 +8,16 @@ import numpy as np
 import pytest
 from tests.kernels.forests import head_shape
 
-from stemserve.kernels.cost_correction import FEATURES, Corrections, StrategyCorrection
-from stemserve.kernels.cost_model import CostTable
-from stemserve.kernels.cost_table_file import (
+from stemserve.kernels.pricing.cost_correction import FEATURES, Corrections, StrategyCorrection
+from stemserve.kernels.pricing.cost_model import CostTable
+from stemserve.kernels.pricing.cost_table_file import (
     of_dtype,
     parse_tables,
     shipped_cost_tables,
     table_for_heads,
     tables_json,
 )
-from stemserve.kernels.engine_cost import Cost, CostTableError, TileEngine
+from stemserve.kernels.pricing.engine_cost import Cost, CostTableError, TileEngine
 from stemserve.kernels.strategy import Phase
 
 ENGINE = TileEngine(

@@ -14,8 +14,8 @@ from tests.kernels.forests import (
 )
 
 from stemserve.kernels import reference
-from stemserve.kernels.custom_mask import CustomMaskAttention
-from stemserve.kernels.packed_mask import Bool, PackedMask
+from stemserve.kernels.torch_paths.custom_mask import CustomMaskAttention
+from stemserve.kernels.torch_paths.packed_mask import Bool, PackedMask
 
 SHAPE = head_shape(6, 2, 64)
 BRANCHING = (-1, 0, 1, 1, 2, 3)

@@ -5,14 +5,14 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from stemserve.kernels.engine_cost import (
+from stemserve.kernels.layout import int32
+from stemserve.kernels.pricing.engine_cost import (
     BlockEngine,
     Cost,
     CostTableError,
     TileEngine,
     causal_tile_tokens,
 )
-from stemserve.kernels.layout import int32
 from stemserve.kernels.strategy import Part
 
 ENGINE = TileEngine(

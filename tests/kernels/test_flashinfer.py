@@ -23,10 +23,17 @@ from tests.kernels.forests import (
 
 from stemserve.kernels import reference
 from stemserve.kernels.attention_state import AttentionState, LayerKV
-from stemserve.kernels.flashinfer_backends import Backend, FlashInferUnavailable, unavailable
-from stemserve.kernels.flashinfer_cascade import FlashInferCascadeDecode
-from stemserve.kernels.flashinfer_runtime import FlashInferRuntime, flashinfer_runtime
-from stemserve.kernels.flashinfer_strategies import (
+from stemserve.kernels.flashinfer_paths.flashinfer_backends import (
+    Backend,
+    FlashInferUnavailable,
+    unavailable,
+)
+from stemserve.kernels.flashinfer_paths.flashinfer_cascade import FlashInferCascadeDecode
+from stemserve.kernels.flashinfer_paths.flashinfer_runtime import (
+    FlashInferRuntime,
+    flashinfer_runtime,
+)
+from stemserve.kernels.flashinfer_paths.flashinfer_strategies import (
     FlashInferCustomMask,
     FlashInferMultiItem,
     FlashInferNaive,
@@ -34,8 +41,8 @@ from stemserve.kernels.flashinfer_strategies import (
     FlashInferRagged,
 )
 from stemserve.kernels.layout import AttentionLayout, HeadShape
-from stemserve.kernels.packed_mask import PackedMask
 from stemserve.kernels.strategy import Strategy
+from stemserve.kernels.torch_paths.packed_mask import PackedMask
 
 CUDA = torch.device("cuda")
 DTYPES = [torch.float16, torch.bfloat16]

@@ -7,24 +7,27 @@ pytest.importorskip("triton")
 
 from tests.kernels.forests import Node, Segment, head_shape, items_over, make_layout
 
-from stemserve.kernels.engine_cost import Cost
-from stemserve.kernels.flashinfer_backends import Backend
-from stemserve.kernels.flashinfer_cascade import FlashInferCascadeDecode
-from stemserve.kernels.flashinfer_costs import StrategyCosts, TileCosts
-from stemserve.kernels.flashinfer_prefill import Prefill, device_tables, mask_mode
-from stemserve.kernels.flashinfer_runtime import FlashInferRuntime
-from stemserve.kernels.flashinfer_strategies import (
+from stemserve.kernels.flashinfer_paths.flashinfer_backends import Backend
+from stemserve.kernels.flashinfer_paths.flashinfer_cascade import FlashInferCascadeDecode
+from stemserve.kernels.flashinfer_paths.flashinfer_costs import StrategyCosts, TileCosts
+from stemserve.kernels.flashinfer_paths.flashinfer_prefill import Prefill, device_tables, mask_mode
+from stemserve.kernels.flashinfer_paths.flashinfer_runtime import FlashInferRuntime
+from stemserve.kernels.flashinfer_paths.flashinfer_strategies import (
     FlashInferCustomMask,
     FlashInferMultiItem,
     FlashInferNaive,
     FlashInferPaged,
     FlashInferRagged,
 )
-from stemserve.kernels.flashinfer_tables import ragged_tables
-from stemserve.kernels.flashinfer_tree_tables import custom_mask_tables, multi_item_tables
-from stemserve.kernels.flashinfer_workspace import Workspace
+from stemserve.kernels.flashinfer_paths.flashinfer_tables import ragged_tables
+from stemserve.kernels.flashinfer_paths.flashinfer_tree_tables import (
+    custom_mask_tables,
+    multi_item_tables,
+)
+from stemserve.kernels.flashinfer_paths.flashinfer_workspace import Workspace
 from stemserve.kernels.layout import AttentionLayout
 from stemserve.kernels.page_gather import TokenScratch
+from stemserve.kernels.pricing.engine_cost import Cost
 from stemserve.kernels.strategy import Kernel, Phase, Work
 
 CPU = torch.device("cpu")

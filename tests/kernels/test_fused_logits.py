@@ -10,8 +10,8 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
-from stemserve.kernels import fused_reference
-from stemserve.kernels.fused_logits import ChosenLogprobs, TileShape, chosen_logprobs
+from stemserve.kernels.fused import fused_reference
+from stemserve.kernels.fused.fused_logits import ChosenLogprobs, TileShape, chosen_logprobs
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 # Of float32 sums of up to 1,024 products that are exact. A GPU's matrix units keep fewer bits of

@@ -5,9 +5,9 @@ import pytest
 import torch
 from tests.kernels.forests import Node, Segment, floats, make_layout
 
-from stemserve.kernels.custom_mask import layout_mask
-from stemserve.kernels.item_mask import item_mask, item_tiles
-from stemserve.kernels.logical_request import logical_requests
+from stemserve.kernels.torch_paths.custom_mask import layout_mask
+from stemserve.kernels.torch_paths.item_mask import item_mask, item_tiles
+from stemserve.kernels.torch_paths.logical_request import logical_requests
 
 
 @pytest.mark.parametrize("seed", range(6))

@@ -9,8 +9,8 @@ pytest.importorskip("triton")
 from tests.kernels.forests import Node, Segment, make_layout, random_layout
 
 from stemserve.kernels import reference
-from stemserve.kernels.cascade_levels import cascade_levels
-from stemserve.kernels.level_merge import LevelMerge, LevelParts
+from stemserve.kernels.flashinfer_paths.cascade_levels import cascade_levels
+from stemserve.kernels.flashinfer_paths.level_merge import LevelMerge, LevelParts
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 LOG2E = 1.4426950408889634

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from stemserve.kernels.layout import int32
-from stemserve.kernels.packed_mask import Bool, PackedMask
+from stemserve.kernels.torch_paths.packed_mask import Bool, PackedMask
 
 
 def bits(*rows: str) -> Bool:

@@ -24,11 +24,14 @@ from stemserve.kernels import codec_triton
 from stemserve.kernels.attention_state import LayerKV, merge_states
 from stemserve.kernels.codec_decode import CodecDecode, DecodeNumbers
 from stemserve.kernels.codec_division import Division
-from stemserve.kernels.cost_model import CostTable
-from stemserve.kernels.flashinfer_backends import Backend
-from stemserve.kernels.flashinfer_costs import fa2_engine
-from stemserve.kernels.flashinfer_tree_tables import multi_item_refusal, multi_item_tables
+from stemserve.kernels.flashinfer_paths.flashinfer_backends import Backend
+from stemserve.kernels.flashinfer_paths.flashinfer_costs import fa2_engine
+from stemserve.kernels.flashinfer_paths.flashinfer_tree_tables import (
+    multi_item_refusal,
+    multi_item_tables,
+)
 from stemserve.kernels.layout import AttentionLayout, HeadShape, int32
+from stemserve.kernels.pricing.cost_model import CostTable
 from stemserve.kernels.strategy import Phase
 
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 from tests.kernels.forests import head_shape
 
-from stemserve.kernels.cost_model import CostTable
+from stemserve.kernels.pricing.cost_model import CostTable
 from stemserve.kernels.registry import strategies, strategy_set
 from stemserve.kernels.strategy import Kernel, Phase
 

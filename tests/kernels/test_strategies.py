@@ -22,8 +22,8 @@ from torch import Tensor
 from stemserve.kernels import reference
 from stemserve.kernels.attention_state import AttentionState, LayerKV
 from stemserve.kernels.codec_plan import CodecLimits
-from stemserve.kernels.cost_model import CostTable
 from stemserve.kernels.layout import AttentionLayout, HeadShape
+from stemserve.kernels.pricing.cost_model import CostTable
 from stemserve.kernels.registry import strategies
 from stemserve.kernels.strategy import Kernel, Phase, Strategy
 

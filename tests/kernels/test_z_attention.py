@@ -14,8 +14,8 @@ from tests.kernels.forests import (
 )
 
 from stemserve.kernels.codec_plan import CodecLimits
-from stemserve.kernels.cost_model import CostTable
 from stemserve.kernels.layout import AttentionLayout
+from stemserve.kernels.pricing.cost_model import CostTable
 from stemserve.kernels.registry import strategies
 from stemserve.kernels.strategy import Kernel, Phase
 

@@ -18,9 +18,9 @@ from tests.worker.toy_strategies import (
     two_trees,
 )
 
-from stemserve.kernels.cost_model import CostTable
-from stemserve.kernels.engine_cost import BlockEngine
 from stemserve.kernels.layout import AttentionLayout, HeadShape
+from stemserve.kernels.pricing.cost_model import CostTable
+from stemserve.kernels.pricing.engine_cost import BlockEngine
 from stemserve.kernels.registry import strategies
 from stemserve.kernels.strategy import TORCH, Kernel, Phase
 from stemserve.worker.dispatch import KERNEL_CODES, Dispatcher, NoStrategy, Reason

@@ -4,8 +4,8 @@ import pytest
 from tests.worker.plans import PlanBuilder
 from tests.worker.toy_strategies import LIMITS, Toy, naive_and_split, summary, toys, two_trees
 
-from stemserve.kernels.engine_cost import Cost
 from stemserve.kernels.layout import AttentionLayout
+from stemserve.kernels.pricing.engine_cost import Cost
 from stemserve.kernels.strategy import Kernel, Phase, Work
 from stemserve.worker.dispatch import Dispatcher, Reason
 from stemserve.worker.step import Step, decode_step

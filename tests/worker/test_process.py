@@ -18,8 +18,8 @@ from tests.worker.plans import PlanBuilder
 from tests.worker.tiny_model import COSTS, CPU, VOCAB, oracle_logprobs, save_tiny_model
 from transformers import LlamaForCausalLM
 
-from stemserve.kernels.cost_table_file import load_cost_tables, parse_tables, tables_json
 from stemserve.kernels.host_array import device_tensor
+from stemserve.kernels.pricing.cost_table_file import load_cost_tables, parse_tables, tables_json
 from stemserve.proto.v1 import inference_pb2, worker_pb2, worker_pb2_grpc
 from stemserve.worker.blobs import decode_float32
 

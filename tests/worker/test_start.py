@@ -11,8 +11,8 @@ from tests.worker.plans import PlanBuilder
 from tests.worker.tiny_model import COSTS, CPU, save_tiny_model
 from transformers import LlamaConfig, LlamaForSequenceClassification
 
-from stemserve.kernels.cost_table_file import tables_json
 from stemserve.kernels.layout import HeadShape
+from stemserve.kernels.pricing.cost_table_file import tables_json
 from stemserve.kernels.strategy import Kernel
 from stemserve.worker.blobs import decode_float32
 from stemserve.worker.config import ConfigError, WorkerConfig, parse_config

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from stemserve.kernels.cost_model import CostTable
-from stemserve.kernels.engine_cost import BlockEngine
+from stemserve.kernels.pricing.cost_model import CostTable
+from stemserve.kernels.pricing.engine_cost import BlockEngine
 from stemserve.kernels.registry import strategies
 from stemserve.kernels.strategy import TORCH, Kernel
 from stemserve.worker.dispatch import Dispatcher

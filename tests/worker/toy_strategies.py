@@ -6,8 +6,8 @@ from tests.worker.plans import PlanBuilder
 from torch import Tensor
 
 from stemserve.kernels.attention_state import AttentionState, LayerKV
-from stemserve.kernels.engine_cost import Cost
 from stemserve.kernels.layout import AttentionLayout, int32
+from stemserve.kernels.pricing.engine_cost import Cost
 from stemserve.kernels.strategy import TORCH, Kernel, Part, Phase, Strategy, Work
 from stemserve.worker.dispatch import Choice, Reason
 from stemserve.worker.step import Step, decode_step

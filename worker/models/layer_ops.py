@@ -6,7 +6,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from stemserve.kernels.heads import Heads
+from stemserve.kernels.fused.heads import Heads
 
 
 class PageWrites(Protocol):

@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
-from stemserve.kernels.heads import Heads
+from stemserve.kernels.fused.heads import Heads
 from stemserve.worker.models.chunked_gather import ChunkedGather, rows_at_once
 from stemserve.worker.models.layer_ops import Gathered, PageWrites
 from stemserve.worker.models.linear import fastest_linear

@@ -1,0 +1,106 @@
+"""Launches the dense kernel: Q, K and V as TMA descriptors, and the kernel compiled once."""
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+import triton.experimental.gluon.language as gl
+from torch import Tensor
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from stemserve.kernels.attention_state import AttentionState
+from stemserve.kernels.dense import dense_gluon
+from stemserve.kernels.dense.dense_tables import BLOCK_TOKENS, TILE_ROWS
+from stemserve.kernels.layout import HeadShape
+
+KERNELS: Any = dense_gluon  # untyped: device code
+LAYOUT: Any = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
+LOG2E = 1.4426950408889634
+STAGES = {64: 3, 128: 2}  # blocks of K, and of V, in shared memory, by head_dim
+WARPS = 4  # of each consumer
+REGISTERS = 168  # of a thread, before consumers take those of the producer
+ALIGNMENT = 16  # bytes, of what TMA reads
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeviceTiles:
+    """See dense_tables; every tensor starts at a multiple of `ALIGNMENT`."""
+
+    items: Tensor  # [ctas, items, ITEM_FIELDS]
+    blocks: Tensor
+    row_first: Tensor
+    row_seen: Tensor
+
+
+class Sources(NamedTuple):
+    """What the kernel reads, each [rows or tokens, heads, head_dim]."""
+
+    q: Tensor
+    k_rows: Tensor
+    v_rows: Tensor
+    k_copies: Tensor
+    v_copies: Tensor
+
+
+class _Matrix(NamedTuple):
+    """As much of a descriptor as a compiled kernel's launcher reads."""
+
+    base: Tensor
+    shape: list[int]
+    strides: list[int]
+    padding: str
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> "_Matrix":
+        """[rows, heads * head_dim]; rows may lie apart, as in a view of a projection."""
+        rows, heads, dim = tensor.shape
+        row_stride, head_stride, stride = tensor.stride()
+        step = row_stride * tensor.element_size()
+        if stride != 1 or head_stride != dim or (step | tensor.data_ptr()) % ALIGNMENT:
+            tensor = tensor.clone(memory_format=torch.contiguous_format)
+            row_stride = heads * dim
+        return cls(tensor, [rows, heads * dim], [row_stride, 1], "zero")
+
+    def descriptor(self, block_rows: int, head_dim: int) -> TensorDescriptor:
+        return TensorDescriptor(
+            self.base, self.shape, self.strides, [block_rows, head_dim], LAYOUT, self.padding
+        )
+
+
+class DenseLauncher:
+    """Compiles at the first launch of a dtype; later ones skip what Triton checks each time."""
+
+    def __init__(self, shape: HeadShape, device: torch.device) -> None:
+        self._shape = shape
+        cuda: Any = torch.cuda  # partly untyped
+        self.processors: int = cuda.get_device_properties(device).multi_processor_count
+        self._compiled: dict[torch.dtype, Any] = {}
+
+    def launch(self, tables: DeviceTiles, sources: Sources, target: AttentionState) -> None:
+        shape = self._shape
+        matrices = [_Matrix.of(source) for source in sources]
+        ctas, rounds = tables.items.shape[:2]
+        others = (
+            target.out,
+            target.lse,
+            tables.row_first,
+            tables.row_seen,
+            tables.items,
+            tables.blocks,
+            rounds,
+            shape.scale * LOG2E,
+        )
+        constants = (shape.query_heads, shape.kv_heads, shape.head_dim, STAGES[shape.head_dim])
+        grid = (ctas, 1, 1)
+        compiled = self._compiled.get(target.out.dtype)
+        if compiled is not None:
+            compiled[grid](*matrices, *others, *constants)
+            return
+        rows = (TILE_ROWS // 2, *([BLOCK_TOKENS] * (len(matrices) - 1)))
+        descriptors = [
+            matrix.descriptor(block, shape.head_dim)
+            for matrix, block in zip(matrices, rows, strict=True)
+        ]
+        self._compiled[target.out.dtype] = KERNELS.dense_kernel[grid](
+            *descriptors, *others, *constants, num_warps=WARPS, maxnreg=REGISTERS
+        )

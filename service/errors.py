@@ -9,6 +9,7 @@ RequestError
 ├── WrongModelKind        the model has no such head
 ├── QueueFull             retry later
 ├── QuotaExceeded         the tenant is over its share; retry later
+├── SlowReader            the client takes its stream too slowly
 ├── NeverFits             larger than the whole KV pool; retrying cannot help
 ├── DeadlinePassed        the deadline passed before the work was done
 ├── NotReady              starting, draining, or the worker was lost; safe to retry
@@ -70,6 +71,10 @@ class QuotaExceeded(RequestError):
         self.retry_after_s = retry_after_s
 
 
+class SlowReader(RequestError):
+    pass
+
+
 class NeverFits(RequestError):
     pass
 
@@ -95,6 +100,7 @@ STATUS: Mapping[type[RequestError], grpc.StatusCode] = {
     WrongModelKind: grpc.StatusCode.UNIMPLEMENTED,
     QueueFull: grpc.StatusCode.RESOURCE_EXHAUSTED,
     QuotaExceeded: grpc.StatusCode.RESOURCE_EXHAUSTED,
+    SlowReader: grpc.StatusCode.RESOURCE_EXHAUSTED,
     NeverFits: grpc.StatusCode.RESOURCE_EXHAUSTED,
     DeadlinePassed: grpc.StatusCode.DEADLINE_EXCEEDED,
     NotReady: grpc.StatusCode.UNAVAILABLE,

@@ -84,7 +84,7 @@ class _Core:
         self.registry = registry
         self.metrics = Metrics(registry, tuple(config.tenants))
         self.health = Health(SERVICES, note_serving=self.metrics.ready)
-        self.engine = ThreadedEngine(inbox)
+        self.engine = ThreadedEngine(inbox, max_unread_tokens=config.limits.max_unread_tokens)
         self.step_loop = StepLoop(
             inbox,
             make_batcher=lambda facts: Batcher(facts, limits, clock=time.monotonic),

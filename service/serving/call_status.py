@@ -103,13 +103,14 @@ class CallStatus(grpc.aio.ServerInterceptor):
                 return await call
             _default_deadline_s.set(self._default_deadline_s)
             return await (call if is_session else _within(self._default_deadline_s, call))
-        except RequestError as error:
+        except (RequestError, asyncio.CancelledError) as raised:
+            error = _refusal(raised)
+            if error is None:
+                code = "DEADLINE_EXCEEDED" if deadline_passed(context) else "CANCELLED"
+                raise
             code = status_code(error).name
             self._metrics.rejected(error)
             await _abort(context, error)
-        except asyncio.CancelledError:
-            code = "DEADLINE_EXCEEDED" if deadline_passed(context) else "CANCELLED"
-            raise
         except grpc.aio.AbortError:
             code = context.code().name
             raise
@@ -136,8 +137,9 @@ def remaining_deadline(context: Context) -> float | None:
 
 
 async def _within(seconds: float, call: Awaitable[Any]) -> Any:
+    timeout = asyncio.timeout(seconds)
     try:
-        async with asyncio.timeout(seconds) as timeout:
+        async with timeout:
             return await call
     except TimeoutError:
         if not timeout.expired():
@@ -190,6 +192,14 @@ async def _write_all(answers: Callable[[], Any], context: Context) -> None:
     async with aclosing(answers()) as messages:
         async for message in messages:
             await context.write(message)
+
+
+def _refusal(raised: RequestError | asyncio.CancelledError) -> RequestError | None:
+    """None where the client has left. A call that is cut by others, wherever it waits, is cancelled
+    with the reason as the argument."""
+    if isinstance(raised, RequestError):
+        return raised
+    return next((reason for reason in raised.args if isinstance(reason, RequestError)), None)
 
 
 async def _abort(context: Context, error: RequestError) -> None:

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from typing import Any, TypeVar
 
 from stemserve.proto.v1 import worker_pb2
-from stemserve.service.errors import EngineFault, NotReady
+from stemserve.service.errors import EngineFault, NotReady, SlowReader
 from stemserve.service.request import (
     Event,
     GenerateChunk,
@@ -28,7 +28,7 @@ from stemserve.service.workers.step_commands import (
     StopSample,
     Submit,
 )
-from stemserve.service.workers.token_stream import TokenStream
+from stemserve.service.workers.token_stream import MAX_UNREAD_TOKENS, TokenStream
 
 PREDICT_TIMEOUT_S = 30.0
 LOADING = "the model is loading; retry in a moment"
@@ -45,8 +45,9 @@ class ThreadedEngine:
     Only `deliver` is for the step loop's thread.
     """
 
-    def __init__(self, inbox: Inbox) -> None:
+    def __init__(self, inbox: Inbox, *, max_unread_tokens: int = MAX_UNREAD_TOKENS) -> None:
         self._inbox = inbox
+        self._max_unread_tokens = max_unread_tokens
         self._loop = asyncio.get_running_loop()
         self._scores: dict[str, asyncio.Future[ScoreResult]] = {}
         self._streams: dict[str, TokenStream] = {}
@@ -88,7 +89,14 @@ class ThreadedEngine:
             return await future
 
     async def generate(self, job: GenerateJob) -> AsyncGenerator[GenerateChunk, None]:
-        stream = TokenStream()
+        reader = asyncio.current_task()
+
+        def cut(error: SlowReader) -> None:
+            self._inbox.put(Cancel(request_id=job.request_id))
+            if reader is not None:
+                reader.cancel(error)  # whoever catches it finds the error as its argument
+
+        stream = TokenStream(max_unread_tokens=self._max_unread_tokens, on_overflow=cut)
         with self._registered(job, self._streams, stream):
             self._inbox.put(Submit(job=job))
             while True:

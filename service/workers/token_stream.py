@@ -1,39 +1,52 @@
 """Hold the tokens of one generation until its reader takes them, up to a bound."""
 
 import asyncio
+from collections.abc import Callable
 
-from stemserve.service.errors import QueueFull
+from stemserve.service.errors import SlowReader
+from stemserve.service.limits import Limits
 from stemserve.service.request import GenerateChunk, SampleToken
 
-# Some 200 bytes a token. A reader that is this far behind does not read at all.
-MAX_UNREAD_TOKENS = 65_536
+MAX_UNREAD_TOKENS = Limits().max_unread_tokens
 
 
 class TokenStream:
     """For one writer and one reader on one event loop.
 
-    A reader that is behind gets all that has come as one chunk, in order.
+    A reader that is behind gets all that has come as one chunk, in order. A token takes some 200
+    bytes here.
     """
 
-    def __init__(self, *, max_unread_tokens: int = MAX_UNREAD_TOKENS) -> None:
+    def __init__(
+        self,
+        *,
+        max_unread_tokens: int = MAX_UNREAD_TOKENS,
+        on_overflow: Callable[[SlowReader], object] | None = None,
+    ) -> None:
+        """`on_overflow` hears once that a reader is too far behind; it may be waiting for its
+        client to take what it has, and not in `take`."""
         self._max_unread_tokens = max_unread_tokens
+        self._on_overflow = on_overflow
         self._tokens: list[SampleToken] = []
         self._last: GenerateChunk | None = None  # the newest chunk that was not taken
         self._error: Exception | None = None
         self._news = asyncio.Event()
 
     def put(self, chunk: GenerateChunk) -> None:
-        if len(self._tokens) + len(chunk.tokens) > self._max_unread_tokens:
-            self.fail(
-                QueueFull(
-                    f"{len(self._tokens)} tokens wait to be read; read faster or ask for fewer",
-                    retry_after_s=1.0,
-                )
+        if self._error is not None:
+            return
+        if self._tokens and len(self._tokens) + len(chunk.tokens) > self._max_unread_tokens:
+            error = SlowReader(
+                f"{len(self._tokens)} tokens wait for the client to read them, and "
+                f"max_unread_tokens is {self._max_unread_tokens}; read faster or ask for less"
             )
-        if self._error is None:
-            self._tokens += chunk.tokens
-            self._last = chunk
-            self._news.set()
+            self.fail(error)
+            if self._on_overflow is not None:
+                self._on_overflow(error)
+            return
+        self._tokens += chunk.tokens
+        self._last = chunk
+        self._news.set()
 
     def fail(self, error: Exception) -> None:
         """`take` raises this once all tokens before it are taken."""

@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from stemserve.service.errors import EngineFault, QueueFull
+from stemserve.service.errors import EngineFault, SlowReader
 from stemserve.service.request import GenerateChunk, JobUsage, SampleToken
 from stemserve.service.workers.token_stream import TokenStream
 
@@ -14,12 +14,19 @@ def chunk(*token_ids: int, last: bool = False) -> GenerateChunk:
     return GenerateChunk(request_id="a", tokens=tokens, usage=JobUsage() if last else None)
 
 
+def make_stream(
+    overflows: list[SlowReader] | None = None, *, max_unread_tokens: int = 100
+) -> TokenStream:
+    heard = [] if overflows is None else overflows
+    return TokenStream(max_unread_tokens=max_unread_tokens, on_overflow=heard.append)
+
+
 def ids(taken: GenerateChunk) -> list[int]:
     return [token.token_id for token in taken.tokens]
 
 
 async def test_a_reader_that_waits_gets_each_chunk_as_it_is() -> None:
-    stream = TokenStream()
+    stream = make_stream()
     waiting = asyncio.create_task(stream.take())
     await asyncio.sleep(0)
     first = chunk(1, 2)
@@ -28,7 +35,7 @@ async def test_a_reader_that_waits_gets_each_chunk_as_it_is() -> None:
 
 
 async def test_a_reader_that_is_behind_gets_all_tokens_in_order_with_the_usage() -> None:
-    stream = TokenStream()
+    stream = make_stream()
     for part in (chunk(1, 2), chunk(3), chunk(4, last=True)):
         stream.put(part)
     taken = await stream.take()
@@ -37,7 +44,7 @@ async def test_a_reader_that_is_behind_gets_all_tokens_in_order_with_the_usage()
 
 
 async def test_a_failure_is_raised_after_the_tokens_before_it() -> None:
-    stream = TokenStream()
+    stream = make_stream()
     stream.put(chunk(1))
     stream.fail(EngineFault("broken"))
     assert ids(await stream.take()) == [1]
@@ -46,10 +53,21 @@ async def test_a_failure_is_raised_after_the_tokens_before_it() -> None:
             await stream.take()
 
 
-async def test_a_reader_that_never_reads_is_bounded() -> None:
-    stream = TokenStream(max_unread_tokens=4)
+async def test_a_reader_that_never_reads_is_bounded_and_told_of_once() -> None:
+    overflows: list[SlowReader] = []
+    stream = make_stream(overflows, max_unread_tokens=4)
     for token in range(10):
         stream.put(chunk(token))
+    (error,) = overflows
+    assert "4 tokens wait for the client to read them" in str(error)
     assert ids(await stream.take()) == [0, 1, 2, 3]
-    with pytest.raises(QueueFull, match="4 tokens wait to be read"):
+    with pytest.raises(SlowReader):
         await stream.take()
+
+
+async def test_one_step_of_many_samples_may_be_more_than_the_bound() -> None:
+    overflows: list[SlowReader] = []
+    stream = make_stream(overflows, max_unread_tokens=2)
+    stream.put(chunk(1, 2, 3))
+    assert ids(await stream.take()) == [1, 2, 3]
+    assert not overflows

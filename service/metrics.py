@@ -58,7 +58,7 @@ REJECTIONS: Mapping[type[RequestError], str] = {
     NotReady: "draining",
 }
 SCORE_MODES = ("label_probabilities", "log_likelihood", "classification")
-PREFILL_PATHS = ("naive", "split", "ragged", "cascade", "multi_item", "custom_mask")
+PREFILL_PATHS = ("naive", "split", "ragged", "cascade", "multi_item", "custom_mask", "codec")
 DECODE_PATHS = ("paged", "cascade", "codec")
 OP_PATHS = (*product(("prefill",), PREFILL_PATHS), *product(("decode",), DECODE_PATHS))
 REASONS = ("cost_model", "forced", "fallback", "only")

@@ -4,11 +4,18 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from tests.e2e.engine_rig import EngineRig
 from tests.e2e.random_models import VOCAB, MakeRig, RandomModels
 from tests.e2e.score_cases import ScoreCase, blob
+from tests.kernels.forests import head_shape
 
+from stemserve.kernels.pricing.cost_table_file import shipped_cost_tables
+from stemserve.kernels.registry import strategies
+from stemserve.kernels.strategy import Kernel, Phase
 from stemserve.proto.v1 import inference_pb2, worker_pb2
+from stemserve.service.metrics import OP_PATHS, REASONS
+from stemserve.worker.dispatch import Reason
 
 PREFIX_TOKENS = 40
 ITEM_LENGTHS = (3, 1, 5, 1)
@@ -145,3 +152,16 @@ async def test_a_prompt_with_many_samples_is_read_once(
     prompt = inference_pb2.Context(tokens=blob(random_tokens(1, 1500)))
     request = inference_pb2.GenerateRequest(prompt=prompt, n=32, max_new_tokens=3, ignore_eos=True)
     assert await chosen(rig, request, "decode") in READS_ONCE
+
+
+def test_b57_every_choice_of_a_strategy_has_its_series_from_the_start() -> None:
+    """A GPU runs the tree kernel in both phases."""
+    cpu = strategies(
+        head_shape(4, 2, 16),
+        device=torch.device("cpu"),
+        dtype=torch.float32,
+        costs=shipped_cost_tables("cpu")[0],
+    )
+    choices = {*cpu, *((phase, Kernel.CODEC) for phase in Phase)}
+    assert {(phase.value, kernel.value) for phase, kernel in choices} == set(OP_PATHS)
+    assert {reason.value for reason in Reason} == set(REASONS)

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from stemserve.service.batching.job_progress import Ticket
+from stemserve.service.batching.queue_shares import QueueShares
 from stemserve.service.batching.step_speed import StepSpeed
 from stemserve.service.batching.token_bucket import TokenBucket
 from stemserve.service.errors import DeadlinePassed, NeverFits, QueueFull, QuotaExceeded
@@ -74,8 +75,8 @@ class Backlog:
     """What a job would find before it."""
 
     pinned_pages: int
-    queued_requests: int
-    queued_tokens: int
+    requests: Mapping[str, int]  # that wait, by tenant
+    tokens: Mapping[str, int]  # to be computed for them
     tokens_before: int  # of these and of running jobs, that certainly come before it
 
 
@@ -91,6 +92,9 @@ class Admission:
         self._num_pages = num_pages
         self._num_slots = num_slots
         self._speed = StepSpeed(max_step_tokens=limits.max_step_tokens)
+        weights = {tenant: share.weight for tenant, share in limits.tenants.items()}
+        self._requests = QueueShares(limits.max_queued_requests, weights)
+        self._tokens = QueueShares(limits.max_queued_tokens, weights)
         self._quotas = {tenant: _Quota(share) for tenant, share in limits.tenants.items()}
 
     def observe(self, rows: int, seconds: float) -> None:
@@ -101,13 +105,20 @@ class Admission:
         """Raises DeadlinePassed, NeverFits, QuotaExceeded or QueueFull."""
         self._check_size(demand, self._num_pages - backlog.pinned_pages)
         self._check_deadline(ticket, demand, backlog)
-        if backlog.queued_requests >= self._limits.max_queued_requests:
-            raise self._full(f"{backlog.queued_requests} requests wait", backlog)
-        # A job of any size may wait alone, or it could never run.
-        tokens = backlog.queued_tokens + demand.tokens
-        if backlog.queued_requests and tokens > self._limits.max_queued_tokens:
-            raise self._full(f"{backlog.queued_tokens} tokens wait to be computed", backlog)
+        tenant, tokens = ticket.tenant, sum(backlog.tokens.values())
+        if not self._requests.fits(backlog.requests, tenant, 1):
+            raise self._full(f"{sum(backlog.requests.values())} requests wait", tokens)
+        # A tenant's job of any size may wait alone, or it could never run.
+        alone = not backlog.requests.get(tenant, 0)
+        if not alone and not self._tokens.fits(backlog.tokens, tenant, demand.tokens):
+            raise self._full(f"{tokens} tokens wait to be computed", tokens)
         self._charge(ticket, demand)
+
+    def charge(self, tenant: str, tokens: int, now: float) -> None:
+        """Tokens that a running job has generated: nobody knew before how many it would be."""
+        quota = self._quotas.get(tenant)
+        if quota is not None:
+            quota.tokens.take(tokens, now)
 
     def _check_size(self, demand: Demand, pages: int) -> None:
         if demand.pages > pages:
@@ -155,10 +166,10 @@ class Admission:
         quota.requests.take(1.0, now)
         quota.tokens.take(tokens, now)
 
-    def _full(self, found: str, backlog: Backlog) -> QueueFull:
-        wait_s = self._speed.seconds(backlog.queued_tokens)
+    def _full(self, found: str, tokens: int) -> QueueFull:
+        wait_s = self._speed.seconds(tokens)
         if wait_s is None:
-            wait_s = backlog.queued_tokens / FIRST_TOKENS_PER_S
+            wait_s = tokens / FIRST_TOKENS_PER_S
         return QueueFull(f"the queue is full: {found}; retry later", retry_after_s=_retry_s(wait_s))
 
 

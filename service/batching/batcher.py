@@ -27,6 +27,8 @@ from stemserve.service.batching.step_planner import StepPlanner
 from stemserve.service.errors import EngineFault, InvalidRequest
 from stemserve.service.request import Event, GenerateChunk, Int32, Job, JobFailed, Load, WorkerFacts
 
+SPARE_DEADLINES = 64  # of jobs that have ended, kept beside those of live ones
+
 
 class Batcher:
     def __init__(
@@ -75,7 +77,7 @@ class Batcher:
         self._next_arrival += 1
         self._jobs.add(progress)
         if progress.deadline is not None:
-            heapq.heappush(self._deadlines, (progress.deadline, progress.arrival))
+            self._note_deadline(progress.deadline, progress.arrival)
 
     def cancel(self, request_id: str) -> None:
         """The job is dropped without an event. One that has ended may be cancelled."""
@@ -190,6 +192,14 @@ class Batcher:
             raise RuntimeError(f"only {self._slots.num_free} sampler slots are free")
         self._cache.check_idle(self._pins.counts)
 
+    def _note_deadline(self, deadline: float, arrival: int) -> None:
+        """Jobs end long before a late deadline: what has ended is cleared out now and then."""
+        heapq.heappush(self._deadlines, (deadline, arrival))
+        if len(self._deadlines) > 2 * len(self._jobs) + SPARE_DEADLINES:
+            by_arrival = self._jobs.by_arrival
+            self._deadlines = [due for due in self._deadlines if by_arrival(due[1]) is not None]
+            heapq.heapify(self._deadlines)
+
     def _drop_late(self, now: float) -> None:
         while self._deadlines and self._deadlines[0][0] <= now:
             _, arrival = heapq.heappop(self._deadlines)
@@ -231,11 +241,19 @@ class Batcher:
                 continue
             job.add_kv(issued, result.groups)
             events = job.deliver(outputs)
+            self._charge(job, events, now)
             self._events += events
             if any(isinstance(event, JobFailed) for event in events):
                 self._jobs.end(job)
             else:
                 self._finish(job, now)
+
+    def _charge(self, job: JobProgress, events: list[Event], now: float) -> None:
+        """For what is generated, which no prompt's length tells."""
+        tokens = sum(len(event.tokens) for event in events if isinstance(event, GenerateChunk))
+        if tokens:
+            self._jobs.waiting.charge(job.tenant, tokens)
+            self._admission.charge(job.tenant, tokens, now)
 
     def _finish(self, job: JobProgress, now: float) -> None:
         """End the job if all its results are in."""

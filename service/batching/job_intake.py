@@ -84,8 +84,8 @@ class JobIntake:
         waiting = self._jobs.waiting
         backlog = Backlog(
             pinned_pages=self._pins.pages,
-            queued_requests=len(waiting),
-            queued_tokens=waiting.num_tokens,
+            requests=waiting.requests,
+            tokens=waiting.tokens,
             tokens_before=self._jobs.running_tokens(job.priority) + waiting.tokens_before(ticket),
         )
         self._admission.check(ticket, demand, backlog)

@@ -22,6 +22,7 @@ class StepPlanner:
         self._jobs = jobs
         self._limits = limits
         self._waiting_is_stuck = False  # the last step had room, but no pages or slots
+        self._passed_over: set[int] = set()  # generations that found no room in the last step
 
     def plan(self, step: StepBuilder) -> None:
         self._plan_decodes(step)
@@ -98,7 +99,11 @@ class StepPlanner:
         limit = self._limits.max_step_tokens
         if self._others_wait():
             limit = self._limits.max_decode_rows
-        for job in self._generations():
+        passed_over: set[int] = set()
+        for job in self._decode_order():
+            if step.rows.num_rows >= limit:
+                passed_over.add(job.arrival)
+                continue
             share = step.begin(job.arrival)
             room = step.room
             for sample in job.ready_samples():
@@ -109,6 +114,14 @@ class StepPlanner:
                     self._make_room(job)
                     break
             share.decode_rows += room - step.room
+        self._passed_over = passed_over
+
+    def _decode_order(self) -> list[GenerateProgress]:
+        """Of one priority, those that the last step passed over go first."""
+        return sorted(
+            self._generations(),
+            key=lambda job: (-job.priority, job.arrival not in self._passed_over),
+        )
 
     def _others_wait(self) -> bool:
         if len(self._jobs.waiting) and not self._waiting_is_stuck:

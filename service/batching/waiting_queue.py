@@ -2,6 +2,7 @@
 
 import heapq
 from bisect import bisect_left, insort
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from itertools import groupby
 from typing import Generic, NamedTuple, Protocol, TypeVar
@@ -53,10 +54,16 @@ class WaitingQueue(Generic[Job]):
         self._lanes: dict[Lane, list[Job]] = {}
         self._virtual: dict[str, float] = {}  # by tenant
         self._now = 0.0  # virtual time at which the last job started
-        self.num_tokens = 0  # that had to be computed for the waiting jobs when they came
+        # Of the waiting jobs, by tenant; tokens that had to be computed for them when they came.
+        self.requests: Counter[str] = Counter()
+        self.tokens: Counter[str] = Counter()
 
     def __len__(self) -> int:
-        return sum(map(len, self._lanes.values()))
+        return self.requests.total()
+
+    @property
+    def num_tokens(self) -> int:
+        return self.tokens.total()
 
     def __iter__(self) -> Iterator[Job]:
         return self._in_order(sorted(self._lanes))
@@ -69,10 +76,11 @@ class WaitingQueue(Generic[Job]):
         )
 
     def add(self, job: Job) -> None:
-        if all(lane.tenant != job.tenant for lane in self._lanes):
+        if not self.requests[job.tenant]:
             self._virtual[job.tenant] = max(self._virtual.get(job.tenant, 0.0), self._now)
         insort(self._lanes.setdefault(self._lane(job), []), job, key=_urgency)
-        self.num_tokens += job.cost_tokens
+        self.requests[job.tenant] += 1
+        self.tokens[job.tenant] += job.cost_tokens
 
     def remove(self, job: Job) -> bool:
         """Whether the job was waiting."""
@@ -84,7 +92,8 @@ class WaitingQueue(Generic[Job]):
         del jobs[at]
         if not jobs:
             del self._lanes[lane]
-        self.num_tokens -= job.cost_tokens
+        self.requests[job.tenant] -= 1
+        self.tokens[job.tenant] -= job.cost_tokens
         return True
 
     def tokens_before(self, job: Ordered) -> int:
@@ -101,9 +110,13 @@ class WaitingQueue(Generic[Job]):
     def start(self, job: Job) -> None:
         """Take a waiting job out and charge its tenant."""
         self.remove(job)
-        virtual = self._virtual[job.tenant]
-        self._now = max(self._now, virtual)
-        self._virtual[job.tenant] = virtual + self._charge(job)
+        self._now = max(self._now, self._virtual[job.tenant])
+        self.charge(job.tenant, job.cost_tokens)
+
+    def charge(self, tenant: str, tokens: int) -> None:
+        """What a tenant is given."""
+        virtual = self._virtual.get(tenant, self._now)
+        self._virtual[tenant] = virtual + self._charge(tenant, tokens)
 
     def _in_order(self, lanes: list[Lane]) -> Iterator[Job]:
         for _, same in groupby(lanes, key=lambda lane: lane.falling_priority):
@@ -125,10 +138,11 @@ class WaitingQueue(Generic[Job]):
             job = next(jobs[tenant], None)
             if job is not None:
                 yield job
-                heapq.heappush(turns, (virtual + self._charge(job), tenant))
+                charge = self._charge(tenant, job.cost_tokens)
+                heapq.heappush(turns, (virtual + charge, tenant))
 
-    def _charge(self, job: Job) -> float:
-        return max(1, job.cost_tokens) / self._weights.get(job.tenant, 1.0)
+    def _charge(self, tenant: str, tokens: int) -> float:
+        return max(1, tokens) / self._weights.get(tenant, 1.0)
 
     def _lane(self, job: Job) -> Lane:
         return Lane(-job.priority, job.tenant, job.cost_tokens > self._short_tokens)

@@ -47,7 +47,7 @@ def ticket(deadline: float | None = None, tenant: str = "", now: float = NOW) ->
 
 def backlog(requests: int = 0, tokens: int = 0, before: int = 0) -> Backlog:
     return Backlog(
-        pinned_pages=0, queued_requests=requests, queued_tokens=tokens, tokens_before=before
+        pinned_pages=0, requests={"": requests}, tokens={"": tokens}, tokens_before=before
     )
 
 
@@ -129,9 +129,10 @@ def test_cached_tokens_cost_a_tenant_little_but_something() -> None:
 
 def test_a_refused_call_costs_its_tenant_nothing() -> None:
     gate = admission(a=TenantShare(requests_per_second=1.0))
+    full = Backlog(pinned_pages=0, requests={"a": 3}, tokens={"a": 0}, tokens_before=0)
     for _ in range(10):
         with pytest.raises(QueueFull):
-            gate.check(ticket(tenant="a"), SMALL, backlog(3))
+            gate.check(ticket(tenant="a"), SMALL, full)
     gate.check(ticket(tenant="a"), SMALL, backlog())
 
 

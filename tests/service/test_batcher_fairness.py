@@ -5,7 +5,7 @@ from tests.service.batcher_rig import Rig, make_rig
 from tests.service.toy_jobs import generate_job, likelihood_job, random_tokens, run_right
 
 from stemserve.service.batching.admission import TenantShare
-from stemserve.service.errors import DeadlinePassed, QuotaExceeded
+from stemserve.service.errors import DeadlinePassed, QueueFull, QuotaExceeded
 
 BUDGET = 64
 
@@ -112,3 +112,57 @@ def test_a_tenant_over_its_rate_is_told_when_to_come_back() -> None:
         rig.submit(generate_job("third", [1], tenant="a"))
     assert refusal.value.retry_after_s == pytest.approx(1.0)
     rig.submit(generate_job("other", [1]))
+
+
+def test_a_tenant_that_fills_the_queue_fills_it_for_itself() -> None:
+    tenants = {"greedy": TenantShare(), "modest": TenantShare()}
+    rig = make_rig(tenants=tenants, max_queued_requests=8)
+    for n in range(6):
+        rig.submit(generate_job(f"greedy{n}", random_tokens(n, 9), tenant="greedy"))
+    with pytest.raises(QueueFull):
+        rig.submit(generate_job("more", [1], tenant="greedy"))
+    rig.submit(generate_job("modest", [1, 2], tenant="modest"))
+    while rig.turn():
+        pass
+    assert rig.answers["modest"].last is not None
+    rig.batcher.check_idle()
+
+
+def test_generated_tokens_count_against_the_tenant_s_rate() -> None:
+    rig = make_rig(pages=400, tenants={"a": TenantShare(tokens_per_second=10.0)})
+    rig.run(generate_job("long", [1], max_new_tokens=50, tenant="a"))
+    with pytest.raises(QuotaExceeded) as refusal:
+        rig.submit(generate_job("next", [1], tenant="a"))
+    assert refusal.value.retry_after_s == pytest.approx((1 + 1 + 50 - 20) / 10)
+    rig.now = refusal.value.retry_after_s
+    rig.submit(generate_job("next", [1], tenant="a"))
+
+
+def test_a_tenant_that_generates_much_falls_behind_one_that_waits() -> None:
+    tenants = {"talks": TenantShare(), "asks": TenantShare()}
+    rig = make_rig(pages=400, budget=BUDGET, tenants=tenants)
+    rig.run(generate_job("tale", [1], max_new_tokens=150, tenant="talks"))
+    for tenant in tenants:
+        for n in range(4):
+            rig.submit(likelihood_job(f"{tenant}{n}", [random_tokens(n, 60)], [[1]], tenant=tenant))
+    while rig.answers["asks1"].result is None:
+        assert rig.turn()
+    assert rig.answers["talks1"].result is None
+    while rig.turn():
+        pass
+    rig.batcher.check_idle()
+
+
+def test_running_generations_take_turns_where_not_all_fit_beside_waiting_work() -> None:
+    rig = make_rig(pages=600, budget=16, slots=16)  # 4 decode rows while others wait
+    rig.submit(generate_job("wide", [1, 2], samples=8, max_new_tokens=60))
+    rig.turn()
+    rig.submit(generate_job("late", [3, 4], max_new_tokens=20))
+    turns_until_tokens(rig, "late")
+    rig.submit(likelihood_job("work", [random_tokens(1, 4000)], [[1]]))
+    while rig.answers["late"].last is None:
+        assert rig.turn()
+    assert rig.answers["wide"].last is None
+    while rig.turn():
+        pass
+    rig.batcher.check_idle()

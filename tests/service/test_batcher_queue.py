@@ -84,3 +84,10 @@ def test_times_are_those_of_the_clock() -> None:
     result = rig.answers["s"].result
     assert result is not None
     assert (result.timing.queue_s, result.timing.engine_s) == (2.0, 3.0)
+
+
+def test_deadlines_far_away_of_calls_that_have_ended_are_forgotten() -> None:
+    rig = make_rig(slots=64)
+    for n in range(1000):
+        rig.run(generate_job(f"{n}", [1, n], max_new_tokens=1, deadline=1e9))
+    assert len(rig.batcher._deadlines) < 100

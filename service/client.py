@@ -122,14 +122,36 @@ class Client:
         response: inference_pb2.ScoreResponse = await _answer(call)
         return decoding.scores(response)
 
+    async def score_parts(
+        self, request: inference_pb2.ScoreRequest, *, most_items: int
+    ) -> AsyncGenerator[Scores, None]:
+        """The answer in parts of at most that many items, as they are scored.
+
+        `item_index` names a part's items; the last part has the usage. Closing it early cancels the
+        call.
+        """
+
+        async def message() -> AsyncGenerator[inference_pb2.ScoreStreamRequest, None]:
+            yield inference_pb2.ScoreStreamRequest(request=request, stream_items=most_items)
+
+        async with aclosing(self.score_stream(message())) as answers:
+            async for _, part in answers:
+                if isinstance(part, ClientError):
+                    raise part
+                yield part
+
     async def score_stream(
-        self, requests: AsyncIterator[inference_pb2.ScoreRequest]
+        self,
+        requests: AsyncIterator[inference_pb2.ScoreRequest | inference_pb2.ScoreStreamRequest],
     ) -> AsyncGenerator[tuple[str, Scores | ClientError], None]:
-        """Answers by request id, as they are ready."""
+        """Answers by request id as they are ready. ScoreStreamRequest asks for parts or cancels."""
 
         async def messages() -> AsyncGenerator[inference_pb2.ScoreStreamRequest, None]:
             async for request in requests:
-                yield inference_pb2.ScoreStreamRequest(request=request)
+                if isinstance(request, inference_pb2.ScoreStreamRequest):
+                    yield request
+                else:
+                    yield inference_pb2.ScoreStreamRequest(request=request)
 
         call = self._inference.ScoreStream(messages(), timeout=self._timeout_s)
         async with aclosing(_answers(call, inference_pb2.ScoreStreamResponse)) as answers:
@@ -137,7 +159,7 @@ class Client:
                 if answer.HasField("error"):
                     yield answer.request_id, status_error(answer.error)
                 else:
-                    yield answer.request_id, decoding.scores(answer.response)
+                    yield answer.request_id, decoding.scores(answer.response, more=answer.more)
 
     async def generate(
         self, request: inference_pb2.GenerateRequest

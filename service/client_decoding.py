@@ -20,7 +20,7 @@ FINISH = {
 }
 
 
-def scores(message: inference_pb2.ScoreResponse) -> Scores:
+def scores(message: inference_pb2.ScoreResponse, *, more: bool = False) -> Scores:
     offsets = list(message.token_logprob_offsets)
     logprobs = np.array(message.token_logprobs, dtype=np.float32)
     rows = message.shape[0] if message.shape else 0
@@ -40,6 +40,7 @@ def scores(message: inference_pb2.ScoreResponse) -> Scores:
         timing=timing(message.timing),
         over_labels=message.over_labels,
         partial=message.partial,
+        more=more,
     )
 
 

@@ -49,6 +49,7 @@ class Scores:
     timing: Timing
     over_labels: bool
     partial: bool  # the deadline came first: items that are not scored have an error
+    more: bool = False  # a part of an answer of which another follows; only the last has usage
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

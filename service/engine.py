@@ -11,6 +11,7 @@ from stemserve.service.request import (
     Job,
     Load,
     ScoreJob,
+    ScorePart,
     ScoreResult,
     WorkerFacts,
 )
@@ -29,6 +30,13 @@ class Engine(Protocol):
 
     async def score(self, job: ScoreJob) -> ScoreResult:
         """Raises RequestError: QueueFull, NeverFits, DeadlinePassed, NotReady, EngineFault."""
+        ...
+
+    def score_parts(self, job: ScoreJob) -> AsyncGenerator[ScorePart | ScoreResult, None]:
+        """Parts as they are read, then the result. Raises as `score`; closing it cancels the job.
+
+        `job.parts` is set. A reader that is behind gets all that has come as one part.
+        """
         ...
 
     def generate(self, job: GenerateJob) -> AsyncGenerator[GenerateChunk, None]:

@@ -35,6 +35,7 @@ class ScoreJob:
     tenant: str = ""
     kernel: int = 0  # proto Kernel; 0: the cost model chooses
     partial: bool = False  # at the deadline, answer with what is read
+    parts: bool = False  # tell of units as they are read, in ScoreParts before the result
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,6 +102,22 @@ class ScoreResult:
     timing: JobTiming
 
 
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class ScorePart:
+    """Units of a running job that are read to their end.
+
+    The arrays are the job's own and grow up with it: only what belongs to units that were told of
+    is there, and that does not change any more.
+    """
+
+    request_id: str
+    units: Int32  # new ones, ascending
+    failed_units: Int32  # of them: logits were not finite
+    gather_logprobs: Float32  # parallel to gather_ids
+    gather_argmax: Int32  # [gathers]
+    class_scores: Float32  # [units, classes]; [0, 0] unless classify
+
+
 class StopCause:
     STOP_ID = "stop"
     LENGTH = "length"
@@ -134,7 +151,7 @@ class JobFailed:
     error: Exception
 
 
-Event = ScoreResult | GenerateChunk | JobFailed
+Event = ScoreResult | ScorePart | GenerateChunk | JobFailed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -412,7 +412,7 @@ class ScoreResponse(google.protobuf.message.Message):
     def shape(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]: ...
     @property
     def item_index(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
-        """Items in the order of the rows of scores, when top_n was given; else empty and row i is item i."""
+        """Items in the order of the rows of scores, when top_n or stream_items was given; else empty and row i is item i."""
 
     @property
     def label_mass(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.float]:
@@ -461,15 +461,24 @@ class ScoreStreamRequest(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     REQUEST_FIELD_NUMBER: builtins.int
+    CANCEL_REQUEST_ID_FIELD_NUMBER: builtins.int
+    STREAM_ITEMS_FIELD_NUMBER: builtins.int
+    cancel_request_id: builtins.str
+    """Ends the calls of this stream that have this request_id and are not answered: each gets the error CANCELLED."""
+    stream_items: builtins.int
+    """Answer the request in parts, as its items are scored: at most this many items a message. 0: one answer. Not with top_n."""
     @property
     def request(self) -> Global___ScoreRequest: ...
     def __init__(
         self,
         *,
         request: Global___ScoreRequest | None = ...,
+        cancel_request_id: builtins.str = ...,
+        stream_items: builtins.int = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["request", b"request"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["request", b"request"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["action", b"action", "cancel_request_id", b"cancel_request_id", "request", b"request"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["action", b"action", "cancel_request_id", b"cancel_request_id", "request", b"request", "stream_items", b"stream_items"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["action", b"action"]) -> typing.Literal["request", "cancel_request_id"] | None: ...
 
 Global___ScoreStreamRequest: typing_extensions.TypeAlias = ScoreStreamRequest
 
@@ -480,9 +489,16 @@ class ScoreStreamResponse(google.protobuf.message.Message):
     REQUEST_ID_FIELD_NUMBER: builtins.int
     RESPONSE_FIELD_NUMBER: builtins.int
     ERROR_FIELD_NUMBER: builtins.int
+    MORE_FIELD_NUMBER: builtins.int
     request_id: builtins.str
+    more: builtins.bool
+    """another part of this call's answer, or its error, follows"""
     @property
-    def response(self) -> Global___ScoreResponse: ...
+    def response(self) -> Global___ScoreResponse:
+        """With stream_items each item is in one of the responses, named by item_index, with its score or its error. Usage,
+        timing and partial are in the last one.
+        """
+
     @property
     def error(self) -> google.rpc.status_pb2.Status:
         """of this call only; the stream goes on"""
@@ -493,9 +509,10 @@ class ScoreStreamResponse(google.protobuf.message.Message):
         request_id: builtins.str = ...,
         response: Global___ScoreResponse | None = ...,
         error: google.rpc.status_pb2.Status | None = ...,
+        more: builtins.bool = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["error", b"error", "response", b"response", "result", b"result"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["error", b"error", "request_id", b"request_id", "response", b"response", "result", b"result"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["error", b"error", "more", b"more", "request_id", b"request_id", "response", b"response", "result", b"result"]) -> None: ...
     def WhichOneof(self, oneof_group: typing.Literal["result", b"result"]) -> typing.Literal["response", "error"] | None: ...
 
 Global___ScoreStreamResponse: typing_extensions.TypeAlias = ScoreStreamResponse

@@ -5,12 +5,13 @@ import numpy as np
 from stemserve.service.batching.context_run import ContextRun, RunOptions, StepPieces
 from stemserve.service.batching.job_progress import JobProgress, Ticket
 from stemserve.service.batching.kv_cache import KvCache
+from stemserve.service.batching.plan_arrays import join_int32
 from stemserve.service.batching.prefix_tree import PageNode
 from stemserve.service.batching.score_layout import ScoreLayout
 from stemserve.service.batching.sequence import Branch, pages_for
 from stemserve.service.batching.step_builder import StepBuilder
 from stemserve.service.batching.step_outputs import StepOutputs
-from stemserve.service.request import Event, Int32, JobUsage, ScoreJob, ScoreResult
+from stemserve.service.request import Event, Int32, JobUsage, ScoreJob, ScorePart, ScoreResult
 
 
 def longest_paged_unit(layout: ScoreLayout, context: int, max_item_rows: int) -> int:
@@ -118,7 +119,7 @@ class ScoreProgress(JobProgress):
         for run in pieces.runs:
             run.pending_steps -= 1
         self._drop_finished_runs()
-        return []
+        return self._parts(pieces) if self._job.parts else []
 
     def finish(self, now: float) -> Event | None:
         if self._runs or self._num_started < len(self._layout.contexts):
@@ -131,6 +132,23 @@ class ScoreProgress(JobProgress):
         if self._job.classify and not len(self._class_scores):
             self._class_scores = np.full((len(self._unit_failed), 1), np.nan, np.float32)
         return self._result(now)
+
+    def _parts(self, pieces: StepPieces) -> list[Event]:
+        """What the step has read to its end."""
+        touched = [read.reads.unit[read.first : read.end] for read in pieces.reads]
+        units = np.unique(join_int32([*touched, *(piece.units for piece in pieces.classes)]))
+        units = units[self._unit_reads[units] == 0]
+        if not len(units):
+            return []
+        part = ScorePart(
+            request_id=self.request_id,
+            units=units,
+            failed_units=units[self._unit_failed[units]],
+            gather_logprobs=self._logprobs,
+            gather_argmax=self._argmax,
+            class_scores=self._class_scores,
+        )
+        return [part]
 
     def _result(self, now: float) -> ScoreResult:
         unread = np.flatnonzero(self._unit_reads > 0).astype(np.int32)

@@ -5,9 +5,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from stemserve.service.calls.label_scoring import softmax
-from stemserve.service.calls.reading import NO_IDS, Readout, Reads
+from stemserve.service.calls.reading import NO_IDS, Readout, Reads, Values
 from stemserve.service.calls.score_call import ScoreCall, ScoredRows
-from stemserve.service.request import ScoreResult
+from stemserve.service.request import Int32
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,8 +29,11 @@ class ClassScoring:
         softmaxed = call.request.classification.apply_softmax
         return reads, cls(apply_softmax=softmaxed, classes=call.classes)
 
-    def read(self, result: ScoreResult) -> Readout:
-        scores = result.class_scores
+    def take(self, rows: Int32) -> "ClassScoring":
+        return self
+
+    def read(self, values: Values) -> Readout:
+        scores = values.class_scores
         if scores.shape[1] != self.classes:  # none was classified before the deadline
             scores = np.full((len(scores), self.classes), np.nan, dtype=np.float32)
         if self.apply_softmax:

@@ -13,7 +13,7 @@ from stemserve.service.caller import current_caller
 from stemserve.service.calls.generate_runner import GenerateRunner
 from stemserve.service.calls.score_runner import ScoreRunner
 from stemserve.service.calls.score_stream import Requests, ScoreStreamCalls
-from stemserve.service.errors import RequestError
+from stemserve.service.errors import InvalidRequest, RequestError
 from stemserve.service.metrics import Metrics
 from stemserve.service.serving.call_status import Context, remaining_deadline
 from stemserve.service.serving.status import status_code
@@ -58,16 +58,16 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
                 yield message
 
     async def _score_of_stream(
-        self, request: inference_pb2.ScoreRequest, *, context: Context
-    ) -> inference_pb2.ScoreResponse:
+        self, message: inference_pb2.ScoreStreamRequest, *, context: Context
+    ) -> AsyncGenerator[inference_pb2.ScoreResponse, None]:
         """Counted as a Score call."""
         started, code = time.monotonic(), grpc.StatusCode.INTERNAL
         try:
-            deadline = remaining_deadline(context)
-            response = await self._score.run(request, caller=current_caller(), deadline=deadline)
+            async with aclosing(self._parts(message, remaining_deadline(context))) as parts:
+                async for part in parts:
+                    yield part
             code = grpc.StatusCode.OK
-            return response
-        except asyncio.CancelledError:
+        except (asyncio.CancelledError, GeneratorExit):
             code = grpc.StatusCode.CANCELLED
             raise
         except RequestError as error:
@@ -76,3 +76,19 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
             raise
         finally:
             self._metrics.finished("score", code.name, time.monotonic() - started)
+
+    async def _parts(
+        self, message: inference_pb2.ScoreStreamRequest, deadline: float | None
+    ) -> AsyncGenerator[inference_pb2.ScoreResponse, None]:
+        request, caller = message.request, current_caller()
+        if not message.stream_items:
+            yield await self._score.run(request, caller=caller, deadline=deadline)
+            return
+        if request.top_n:
+            raise InvalidRequest("stream_items", "cannot be given together with top_n")
+        run = self._score.run_parts(
+            request, most_items=message.stream_items, caller=caller, deadline=deadline
+        )
+        async with aclosing(run) as parts:
+            async for part in parts:
+                yield part

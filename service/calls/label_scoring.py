@@ -1,18 +1,18 @@
 """Label probabilities: the reads of a call, and the probabilities from what was read."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
 
 from stemserve.proto.v1 import inference_pb2
 from stemserve.service.calls.label_trie import LabelReads, plan_label_reads
-from stemserve.service.calls.reading import Readout, Reads
+from stemserve.service.calls.reading import Readout, Reads, Values
 from stemserve.service.calls.score_call import ScoreCall, ScoredRows
 from stemserve.service.errors import InvalidRequest
 from stemserve.service.limits import Limits
 from stemserve.service.packed_tokens import join, offsets
-from stemserve.service.request import Float32, ScoreResult
+from stemserve.service.request import Float32, Int32
 
 Float64 = NDArray[np.float64]
 
@@ -43,8 +43,11 @@ class LabelScoring:
         )
         return reads, cls(labels=labels, rows=count, options=call.request.label_probabilities)
 
-    def read(self, result: ScoreResult) -> Readout:
-        logprobs = self._label_logprobs(result.gather_logprobs)
+    def take(self, rows: Int32) -> "LabelScoring":
+        return replace(self, rows=len(rows))
+
+    def read(self, values: Values) -> Readout:
+        logprobs = self._label_logprobs(values.gather_logprobs)
         mass = np.exp(logprobs[:, self.labels.disjoint]).sum(axis=1)
         scores = np.exp(logprobs)
         if self.options.apply_softmax:

@@ -1,14 +1,14 @@
 """Log-likelihood of items: the reads of a call, and the sums from what was read."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from stemserve.proto.v1 import inference_pb2
-from stemserve.service.calls.reading import Readout, Reads
+from stemserve.service.calls.reading import Readout, Reads, Values
 from stemserve.service.calls.score_call import ScoreCall, ScoredRows
 from stemserve.service.packed_tokens import offsets, slice_indices
-from stemserve.service.request import Int32, ScoreResult
+from stemserve.service.request import Int32
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -40,17 +40,22 @@ class LikelihoodScoring:
         options = call.request.log_likelihood
         return reads, cls(scored_ids=ids, scored_indptr=offsets(counts), options=options)
 
-    def read(self, result: ScoreResult) -> Readout:
+    def take(self, rows: Int32) -> "LikelihoodScoring":
+        counts = np.diff(self.scored_indptr)[rows]
+        ids = self.scored_ids[slice_indices(self.scored_indptr[:-1][rows], counts)]
+        return replace(self, scored_ids=ids, scored_indptr=offsets(counts))
+
+    def read(self, values: Values) -> Readout:
         starts = self.scored_indptr[:-1]
-        sums = np.add.reduceat(result.gather_logprobs.astype(np.float64), starts)
+        sums = np.add.reduceat(values.gather_logprobs.astype(np.float64), starts)
         if self.options.length_normalized:
             sums /= np.diff(self.scored_indptr)
-        greedy = np.logical_and.reduceat(result.gather_argmax == self.scored_ids, starts)
+        greedy = np.logical_and.reduceat(values.gather_argmax == self.scored_ids, starts)
         wanted = self.options.token_logprobs
         return Readout(
             scores=sums.astype(np.float32),
             is_greedy=greedy,
-            token_logprobs=result.gather_logprobs if wanted else None,
+            token_logprobs=values.gather_logprobs if wanted else None,
             token_indptr=self.scored_indptr if wanted else None,
         )
 

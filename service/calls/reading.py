@@ -7,7 +7,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from stemserve.service.packed_tokens import PackedTokens
-from stemserve.service.request import Float32, Int32, ScoreResult
+from stemserve.service.request import Float32, Int32
 
 NO_IDS = np.zeros(0, dtype=np.int32)
 
@@ -36,5 +36,20 @@ class Readout:
     token_indptr: Int32 | None = None  # [rows + 1]
 
 
+class Values(Protocol):
+    """What the engine read of some rows, as in ScoreResult."""
+
+    @property
+    def gather_logprobs(self) -> Float32: ...
+    @property
+    def gather_argmax(self) -> Int32: ...
+    @property
+    def class_scores(self) -> Float32: ...
+
+
 class Mode(Protocol):
-    def read(self, result: ScoreResult) -> Readout: ...
+    def read(self, values: Values) -> Readout: ...
+
+    def take(self, rows: Int32) -> "Mode":
+        """The mode for these rows alone."""
+        ...

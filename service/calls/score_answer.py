@@ -1,5 +1,7 @@
 """Make the answer of a Score call of what the engine read."""
 
+from collections.abc import Mapping
+
 import grpc
 import numpy as np
 from numpy.typing import NDArray
@@ -29,14 +31,23 @@ def score_response(plan: ScorePlan, result: ScoreResult) -> inference_pb2.ScoreR
     readout = plan.mode.read(result)
     finite = _finite_rows(plan, result, readout)
     order = _best(readout, finite, request.top_n) if request.top_n else _all(plan, finite)
+    response = rows_message(request, readout, order)
+    if request.top_n:
+        response.item_index.extend(plan.rows.items[order].tolist())
+    response.errors.extend(_item_errors(plan, result, finite))
+    response.partial = bool(len(result.unread_units))
+    response.usage.CopyFrom(usage_message(result.usage))
+    return response
+
+
+def rows_message(
+    request: inference_pb2.ScoreRequest, readout: Readout, order: Int32
+) -> inference_pb2.ScoreResponse:
+    """The numbers of the readout's rows in this order; -1 is a row without a score."""
     response = inference_pb2.ScoreResponse(
         request_id=request.request_id,
         shape=(len(order), *readout.scores.shape[1:]),
         scores=_spread(readout.scores, order).ravel().tolist(),
-        item_index=plan.rows.items[order].tolist() if request.top_n else (),
-        errors=_item_errors(plan, result, finite),
-        partial=bool(len(result.unread_units)),
-        usage=usage_message(result.usage),
         over_labels=request.label_probabilities.apply_softmax
         or request.classification.apply_softmax,
     )
@@ -77,10 +88,14 @@ def _check_sizes(plan: ScorePlan, result: ScoreResult) -> None:
 
 
 def _finite_rows(plan: ScorePlan, result: ScoreResult, readout: Readout) -> NDArray[np.bool_]:
-    finite = np.asarray(np.isfinite(_columns(readout.scores)).all(axis=1))
+    finite = has_scores(readout)
     finite[plan.reads.unit_row[result.failed_units]] = False
     finite[plan.reads.unit_row[result.unread_units]] = False
     return finite
+
+
+def has_scores(readout: Readout) -> NDArray[np.bool_]:  # [rows]
+    return np.asarray(np.isfinite(_columns(readout.scores)).all(axis=1))
 
 
 def _best(readout: Readout, finite: NDArray[np.bool_], top_n: int) -> Int32:
@@ -125,6 +140,10 @@ def _item_errors(
     problems |= dict.fromkeys(plan.rows.items[~finite].tolist(), NOT_FINITE)
     late = plan.rows.items[plan.reads.unit_row[result.unread_units]]
     problems |= dict.fromkeys(late.tolist(), TOO_LATE)
+    return error_messages(problems)
+
+
+def error_messages(problems: Mapping[int, Problem]) -> list[inference_pb2.ItemError]:
     return [
         inference_pb2.ItemError(index=item, code=problem.code.value[0], message=problem.message)
         for item, problem in sorted(problems.items())

@@ -2,16 +2,19 @@
 
 import asyncio
 import time
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
 from itertools import count
 
 from stemserve.proto.v1 import inference_pb2
 from stemserve.service.caller import Caller
 from stemserve.service.calls.score_answer import score_response
 from stemserve.service.calls.score_encoder import ScoreEncoder
+from stemserve.service.calls.score_parts import ScoreParts
 from stemserve.service.calls.scoring import ScorePlan, nothing_read, plan_score, score_job
 from stemserve.service.engine import Engine
 from stemserve.service.metrics import Metrics
-from stemserve.service.request import JobTiming, ScoreJob, ScoreResult
+from stemserve.service.request import JobTiming, ScoreJob, ScorePart, ScoreResult
 
 ANSWER_S = 0.05  # what a partial answer needs to reach its caller before the deadline
 CLOCK_TOLERANCE_S = 0.01  # gRPC ends a call by its own clock
@@ -43,6 +46,40 @@ class ScoreRunner:
         )
         return response
 
+    async def run_parts(
+        self,
+        request: inference_pb2.ScoreRequest,
+        *,
+        most_items: int,
+        caller: Caller,
+        deadline: float | None,
+    ) -> AsyncGenerator[inference_pb2.ScoreResponse, None]:
+        """Answers of at most that many items; the last has the usage and the timing.
+
+        Raises RequestError. Closing it cancels the engine's job.
+        """
+        started, phase = time.monotonic(), "queued"
+        try:
+            plan = plan_score(await self._encoder.encode(request, caller))
+            tokenized, phase = time.monotonic(), "prefill"
+            parts = ScoreParts(plan, most_items)
+            async with aclosing(self._compute_parts(plan, deadline)) as news:
+                async for part in news:
+                    if isinstance(part, ScorePart):
+                        for message in parts.add(part):
+                            yield message
+                        continue
+                    self._count(plan, part)
+                    for message in parts.finish(part):
+                        if message.HasField("usage"):
+                            message.timing.CopyFrom(
+                                timing_message(part.timing, started=started, tokenized=tokenized)
+                            )
+                        yield message
+        except (asyncio.CancelledError, GeneratorExit):
+            self._metrics.cancelled(phase, by_deadline=passed(deadline))
+            raise
+
     async def job(self, request: inference_pb2.ScoreRequest, *, caller: Caller) -> ScoreJob:
         """What `run` would compute."""
         plan = plan_score(await self._encoder.encode(request, caller))
@@ -53,12 +90,23 @@ class ScoreRunner:
             return nothing_read(plan.call)
         return await self._engine.score(self._job(plan, deadline))
 
-    def _job(self, plan: ScorePlan, deadline: float | None) -> ScoreJob:
+    async def _compute_parts(
+        self, plan: ScorePlan, deadline: float | None
+    ) -> AsyncGenerator[ScorePart | ScoreResult, None]:
+        if not len(plan.rows.items):
+            yield nothing_read(plan.call)
+            return
+        job = self._job(plan, deadline, parts=True)
+        async with aclosing(self._engine.score_parts(job)) as news:
+            async for part in news:
+                yield part
+
+    def _job(self, plan: ScorePlan, deadline: float | None, *, parts: bool = False) -> ScoreJob:
         # The client's id need not be unique.
         request_id = f"score-{next(self._numbers)}:{plan.call.request.request_id}"
         if plan.call.request.partial_results and deadline is not None:
             deadline -= ANSWER_S
-        return score_job(plan, request_id=request_id, deadline=deadline)
+        return score_job(plan, request_id=request_id, deadline=deadline, parts=parts)
 
     def _count(self, plan: ScorePlan, result: ScoreResult) -> None:
         request, items = plan.call.request, len(plan.rows.items)

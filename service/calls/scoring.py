@@ -37,7 +37,9 @@ def _plan_mode(call: ScoreCall, rows: ScoredRows) -> tuple[Reads, Mode]:
             return ClassScoring.plan(call, rows)
 
 
-def score_job(plan: ScorePlan, *, request_id: str, deadline: float | None) -> ScoreJob:
+def score_job(
+    plan: ScorePlan, *, request_id: str, deadline: float | None, parts: bool = False
+) -> ScoreJob:
     reads = plan.reads
     return ScoreJob(
         request_id=request_id,
@@ -56,6 +58,7 @@ def score_job(plan: ScorePlan, *, request_id: str, deadline: float | None) -> Sc
         tenant=plan.call.caller.tenant,
         kernel=plan.call.request.kernel,
         partial=plan.call.request.partial_results,
+        parts=parts,
     )
 
 

@@ -16,7 +16,15 @@ from typing import assert_never
 
 from stemserve.proto.v1 import worker_pb2
 from stemserve.service.errors import DeadlinePassed, EngineFault, NotReady, RequestError
-from stemserve.service.request import Event, GenerateChunk, Job, JobFailed, Load, WorkerFacts
+from stemserve.service.request import (
+    Event,
+    GenerateChunk,
+    Job,
+    JobFailed,
+    Load,
+    ScorePart,
+    WorkerFacts,
+)
 from stemserve.service.workers.step_commands import (
     Ask,
     Attach,
@@ -261,7 +269,8 @@ class StepLoop:
 
     def _add(self, events: list[Event]) -> None:
         for event in events:
-            if not isinstance(event, GenerateChunk) or event.usage is not None:
+            goes_on = isinstance(event, GenerateChunk) and event.usage is None
+            if not (goes_on or isinstance(event, ScorePart)):
                 self._running.pop(event.request_id, None)
         self._events += events
 

@@ -17,9 +17,11 @@ from stemserve.service.request import (
     JobFailed,
     Load,
     ScoreJob,
+    ScorePart,
     ScoreResult,
     WorkerFacts,
 )
+from stemserve.service.workers.part_stream import PartStream
 from stemserve.service.workers.step_commands import (
     Ask,
     Cancel,
@@ -50,6 +52,7 @@ class ThreadedEngine:
         self._max_unread_tokens = max_unread_tokens
         self._loop = asyncio.get_running_loop()
         self._scores: dict[str, asyncio.Future[ScoreResult]] = {}
+        self._part_streams: dict[str, PartStream] = {}
         self._streams: dict[str, TokenStream] = {}
         self._facts: WorkerFacts | None = None
         self._predict: Predict | None = None
@@ -65,7 +68,7 @@ class ThreadedEngine:
 
     @property
     def running_jobs(self) -> int:
-        return len(self._scores) + len(self._streams)
+        return len(self._scores) + len(self._part_streams) + len(self._streams)
 
     def admit(self, facts: WorkerFacts, predict: Predict) -> None:
         """A worker is attached: jobs are taken from now on."""
@@ -87,6 +90,16 @@ class ThreadedEngine:
         with self._registered(job, self._scores, future):
             self._inbox.put(Submit(job=job))
             return await future
+
+    async def score_parts(self, job: ScoreJob) -> AsyncGenerator[ScorePart | ScoreResult, None]:
+        stream = PartStream()
+        with self._registered(job, self._part_streams, stream):
+            self._inbox.put(Submit(job=job))
+            while True:
+                news = await stream.take()
+                yield news
+                if isinstance(news, ScoreResult):
+                    return
 
     async def generate(self, job: GenerateJob) -> AsyncGenerator[GenerateChunk, None]:
         reader = asyncio.current_task()
@@ -148,7 +161,9 @@ class ThreadedEngine:
             raise NotReady(DRAINING)
         if self._refusal is not None:
             raise NotReady(self._refusal)
-        if job.request_id in self._scores or job.request_id in self._streams:
+        if any(
+            job.request_id in known for known in (self._scores, self._part_streams, self._streams)
+        ):
             raise EngineFault(f"two jobs are called {job.request_id!r}")
         calls[job.request_id] = call
         try:
@@ -167,6 +182,11 @@ class ThreadedEngine:
                     future = self._scores.get(request_id)
                     if future is not None and not future.done():
                         future.set_result(event)
+                    if (parts := self._part_streams.get(request_id)) is not None:
+                        parts.finish(event)
+                case ScorePart(request_id=request_id):
+                    if (parts := self._part_streams.get(request_id)) is not None:
+                        parts.put(event)
                 case GenerateChunk(request_id=request_id):
                     if (stream := self._streams.get(request_id)) is not None:
                         stream.put(event)
@@ -177,6 +197,8 @@ class ThreadedEngine:
         future = self._scores.get(event.request_id)
         if future is not None and not future.done():
             future.set_exception(event.error)
+        if (parts := self._part_streams.get(event.request_id)) is not None:
+            parts.fail(event.error)
         if (stream := self._streams.get(event.request_id)) is not None:
             stream.fail(event.error)
 

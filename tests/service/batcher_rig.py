@@ -15,6 +15,7 @@ from stemserve.service.request import (
     GenerateChunk,
     Job,
     JobFailed,
+    ScorePart,
     ScoreResult,
     WorkerFacts,
 )
@@ -25,6 +26,7 @@ class Answer:
     """All that a job was answered."""
 
     result: ScoreResult | None = None
+    parts: list[ScorePart] = field(default_factory=list[ScorePart])
     error: Exception | None = None
     tokens: dict[int, list[int]] = field(default_factory=dict[int, list[int]])
     finish: dict[int, str] = field(default_factory=dict[int, str])
@@ -95,6 +97,8 @@ class Rig:
             match event:
                 case ScoreResult():
                     answer.result = event
+                case ScorePart():
+                    answer.parts.append(event)
                 case JobFailed():
                     answer.error = event.error
                 case GenerateChunk():

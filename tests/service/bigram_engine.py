@@ -18,6 +18,7 @@ from stemserve.service.request import (
     Load,
     SampleToken,
     ScoreJob,
+    ScorePart,
     ScoreResult,
     StopCause,
     WorkerFacts,
@@ -73,6 +74,8 @@ class BigramEngine:
         self.hold = asyncio.Event()  # calls wait for it
         self.hold.set()
         self.running = 0
+        self.part_units = 1  # at a time, of a job that is answered in parts
+        self.parts_before_hold = 0
         self.stopped: set[tuple[str, int]] = set()
         self.generation = 1
         self.pinned: dict[str, list[int]] = {}
@@ -88,6 +91,9 @@ class BigramEngine:
             await self.hold.wait()
         finally:
             self.running -= 1
+        return self._result(job)
+
+    def _result(self, job: ScoreJob) -> ScoreResult:
         if self.error is not None:
             raise self.error
         rows = [self._row(job, gather) for gather in range(len(job.gather_unit))]
@@ -106,6 +112,32 @@ class BigramEngine:
             usage=JobUsage(prompt_tokens=tokens, computed_tokens=tokens),
             timing=JobTiming(queue_s=0.001, engine_s=0.002),
         )
+
+    async def score_parts(self, job: ScoreJob) -> AsyncGenerator[ScorePart | ScoreResult, None]:
+        """The units in a random order, then the result; some parts come though calls wait."""
+        self.jobs.append(job)
+        result = self._result(job)
+        self.running += 1
+        try:
+            read = np.setdiff1d(np.arange(len(job.unit_indptr) - 1), self.unread_units)
+            order = np.random.default_rng(0).permutation(read).astype(np.int32)
+            for number, start in enumerate(range(0, len(order), self.part_units)):
+                if number >= self.parts_before_hold:
+                    await self.hold.wait()
+                units = np.sort(order[start : start + self.part_units])
+                yield ScorePart(
+                    request_id=job.request_id,
+                    units=units,
+                    failed_units=units[np.isin(units, result.failed_units)],
+                    gather_logprobs=result.gather_logprobs,
+                    gather_argmax=result.gather_argmax,
+                    class_scores=result.class_scores,
+                )
+                await asyncio.sleep(0)
+            await self.hold.wait()
+            yield result
+        finally:
+            self.running -= 1
 
     async def generate(self, job: GenerateJob) -> AsyncGenerator[GenerateChunk, None]:
         self.jobs.append(job)

@@ -13,6 +13,7 @@ from tests.kernels.forests import (
     z_inputs,
 )
 
+from stemserve.kernels import reference
 from stemserve.kernels.codec_plan import CodecLimits
 from stemserve.kernels.layout import AttentionLayout
 from stemserve.kernels.pricing.cost_model import CostTable
@@ -68,6 +69,29 @@ def test_b09_items_after_a_partly_cached_prefix(
 def test_b10_items_do_not_see_one_another(kernel: Kernel, costs: CostTable) -> None:
     means, _ = answers(Phase.PREFILL, kernel, items_over(3, [2, 1, 3]), costs)
     assert means == pytest.approx([3.5, 6.0, 7.5, 10.25, 18.0, 25.6667], abs=1e-4)
+
+
+@pytest.mark.parametrize("seen", [(1, 1), (2, 1), (2, 3)])
+def test_b12_every_kernel_masks_items_or_refuses_them(
+    seen: tuple[int, int], costs: CostTable
+) -> None:
+    """Trees of one and of several contexts; the packed mask takes one context a tree."""
+    nodes, contexts = seen
+    trees = [Node(parent=n - 1 if n % nodes else -1, tokens=3) for n in range(nodes * contexts)]
+    segments = [
+        Segment(node=n, rows=rows, is_item=True) for n in range(len(trees)) for rows in (2, 1, 3)
+    ]
+    layout = make_layout(trees, segments, page_size=1)
+    inputs = z_inputs(layout, SHAPE)
+    oracle = reference.attention(layout, inputs.q, inputs.kv, SHAPE)
+    known = strategies(SHAPE, device=CPU, dtype=torch.float32, costs=costs)
+    ran = [key for key, strategy in known.items() if strategy.refusal(layout) is None]
+    for phase, kernel in ran:
+        means, _ = answers(phase, kernel, layout, costs)
+        assert means == pytest.approx(floats(oracle.out[:, 0, 0]), rel=1e-5)
+    refused = {key for key in known if key not in ran}
+    assert {(Phase.DECODE, kernel) for kernel in DECODE} <= refused
+    assert ((Phase.PREFILL, Kernel.MULTI_ITEM) in refused) == (nodes > 1)
 
 
 @pytest.mark.parametrize("kernel", ONE_PREFIX)

@@ -1,5 +1,6 @@
 """Who may call, over which transport, and with what share of the server."""
 
+import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -91,8 +92,9 @@ class TenantConfig:
     subjects: tuple[str, ...] = ()  # DNS or URI names in its client certificates
     group: str = ""  # tenants of one sharing group share cached prefixes; empty: its own
     weight: float = 1.0  # share of the engine beside other tenants that wait
+    max_priority: int = 0  # of its calls: those of higher priority go before all shares
     requests_per_second: float = 0.0
-    tokens_per_second: float = 0.0  # that have to be computed
+    tokens_per_second: float = 0.0  # that have to be computed, and generated ones
     max_prefix_bytes: int = 0  # of KV that its registered prefixes take
 
     def __post_init__(self) -> None:
@@ -101,10 +103,14 @@ class TenantConfig:
                 raise ConfigError(
                     "key_sha256 must be 64 lower-case hex digits; stemserve make-key prints them"
                 )
-        if not self.weight > 0:
-            raise ConfigError(f"weight {self.weight} must be more than 0")
+        if not 0 < self.weight < math.inf:
+            raise ConfigError(f"weight {self.weight} must be a number more than 0")
+        if self.max_priority < 0:
+            raise ConfigError(
+                f"max_priority {self.max_priority} must be 0, which calls have, or more"
+            )
         quotas = (self.requests_per_second, self.tokens_per_second, self.max_prefix_bytes)
-        if any(not quota >= 0 for quota in quotas):
+        if any(not 0 <= quota < math.inf for quota in quotas):
             raise ConfigError("quotas of a tenant must be 0 (none) or more")
 
 

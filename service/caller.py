@@ -11,6 +11,7 @@ class Caller:
     tenant: str  # empty where callers have no identity
     salt: bytes  # of the prefix tree: callers share cached pages only under one salt
     max_prefix_bytes: int = 0  # of KV that its registered prefixes take; 0: no limit
+    max_priority: int | None = None  # of its calls; None: no limit
 
 
 ANYONE = Caller(tenant="", salt=b"")

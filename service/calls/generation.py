@@ -8,6 +8,7 @@ from stemserve.proto.v1 import inference_pb2
 from stemserve.service.caller import Caller
 from stemserve.service.calls.context_encoder import ContextEncoder
 from stemserve.service.calls.generate_validation import check_generate, new_tokens, sample_count
+from stemserve.service.calls.validation import check_priority
 from stemserve.service.calls.wire_tokens import decode_ids
 from stemserve.service.errors import InvalidRequest
 from stemserve.service.limits import Limits
@@ -40,6 +41,7 @@ class GenerateEncoder:
     ) -> GenerateJob:
         """`entropy` is the seed where the request has none. Raises RequestError."""
         check_generate(request, self._limits, self._facts)
+        check_priority(request.priority, caller)
         vocab_size = self._facts.vocab_size
         stop_ids = decode_ids("stop_token_ids", request.stop_token_ids, vocab_size)
         bias_ids, bias_values = _bias(request.sampling, vocab_size)

@@ -10,7 +10,12 @@ from stemserve.proto.v1 import inference_pb2
 from stemserve.service.caller import Caller
 from stemserve.service.calls.context_encoder import NO_TOKENS, ContextEncoder
 from stemserve.service.calls.score_call import Problem, ScoreCall
-from stemserve.service.calls.validation import check_count, check_score, check_tokens
+from stemserve.service.calls.validation import (
+    check_count,
+    check_priority,
+    check_score,
+    check_tokens,
+)
 from stemserve.service.calls.wire_tokens import check_known, decode_ids, decode_packed
 from stemserve.service.errors import InvalidRequest
 from stemserve.service.limits import Limits
@@ -41,6 +46,7 @@ class ScoreEncoder:
         """Raises RequestError. An item that is too long is an error of the item; the call is
         refused when a context leaves no room for any item, or every item is too long."""
         check_score(request, self._limits, self._facts)
+        check_priority(request.priority, caller)
         contexts = await self._context_tokens(request, caller)
         items = await self._items(request)
         query = await self._query(request)

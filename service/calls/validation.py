@@ -4,6 +4,7 @@ import math
 from collections.abc import Iterable
 
 from stemserve.proto.v1 import inference_pb2
+from stemserve.service.caller import Caller
 from stemserve.service.calls.wire_tokens import TOKEN_BYTES
 from stemserve.service.errors import InvalidRequest, WrongModelKind
 from stemserve.service.limits import Limits
@@ -48,6 +49,14 @@ def check_kernel(kernel: int) -> None:
     if kernel not in inference_pb2.Kernel.values():
         known = ", ".join(inference_pb2.Kernel.keys())
         raise InvalidRequest("kernel", f"{kernel} is not one of {known}")
+
+
+def check_priority(priority: int, caller: Caller) -> None:
+    if caller.max_priority is not None and priority > caller.max_priority:
+        raise InvalidRequest(
+            "priority",
+            f"{priority} is more than {caller.max_priority}, the tenant's max_priority",
+        )
 
 
 def check_count(field: str, count: int, name: str, limit: int) -> None:

@@ -103,6 +103,7 @@ def authentication(
             tenant=name,
             salt=group_salt(server_key, _group(name, tenant)),
             max_prefix_bytes=tenant.max_prefix_bytes,
+            max_priority=tenant.max_priority,
         )
         for name, tenant in tenants.items()
     }

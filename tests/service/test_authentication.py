@@ -2,6 +2,7 @@
 
 import hashlib
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -105,6 +106,26 @@ async def as_tenant(served: Served, name: str) -> Client:
     return Client(served.target, access=Access(key=KEYS[name]))
 
 
+async def test_a_tenant_may_not_put_itself_before_all_others() -> None:
+    tenants = {**TENANTS, "mail": replace(TENANTS["mail"], max_priority=5)}
+    async with serving(byte_engine(), auth=BY_KEY, tenants=tenants) as served:
+        for name, highest in (("search", 0), ("mail", 5)):
+            async with await as_tenant(served, name) as client:
+                for priority in (highest, -3):
+                    options = inference_pb2.ScoreRequest(priority=priority)
+                    await client.score(["a"], MODE, query="q", options=options)
+                options = inference_pb2.ScoreRequest(priority=highest + 1)
+                with pytest.raises(ClientError) as refused:
+                    await client.score(["a"], MODE, query="q", options=options)
+                assert refused.value.violations.keys() == {"priority"}
+                request = inference_pb2.GenerateRequest(
+                    prompt=inference_pb2.Context(text="q"), priority=highest + 1, max_new_tokens=1
+                )
+                with pytest.raises(ClientError, match="max_priority"):
+                    async for _ in client.generate(request):
+                        pass
+
+
 async def test_an_id_of_another_tenant_looks_like_one_that_nobody_registered() -> None:
     async with serving(byte_engine(), auth=BY_KEY, tenants=TENANTS) as served:
         search, mail = await as_tenant(served, "search"), await as_tenant(served, "mail")
@@ -180,3 +201,20 @@ def test_bad_files_and_hashes_are_named(tmp_path: Path) -> None:
         TenantConfig(key_sha256=("secret",))
     with pytest.raises(ValueError, match="give both"):
         Access(certificate=tmp_path / "a.pem")
+
+
+@pytest.mark.parametrize(
+    "setting",
+    [
+        {"weight": float("inf")},
+        {"weight": float("nan")},
+        {"weight": 0.0},
+        {"max_priority": -1},
+        {"tokens_per_second": float("inf")},
+        {"requests_per_second": -1.0},
+        {"max_prefix_bytes": -1},
+    ],
+)
+def test_shares_of_a_tenant_that_mean_nothing_are_refused(setting: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError):
+        TenantConfig(**setting)

@@ -3,6 +3,7 @@
 import asyncio
 from pathlib import Path
 from typing import Any
+from urllib.request import urlopen
 
 import grpc
 from grpc_health.v1.health_pb2 import HealthCheckRequest
@@ -34,3 +35,26 @@ async def generate_to_the_end(client: Client, *, tokens: int, n: int = 1) -> Non
 async def until_running(client: Client, count: int) -> None:
     while (await client.load()).running_requests < count:
         await asyncio.sleep(0.01)
+
+
+async def scrape(ports: dict[str, int]) -> dict[str, float]:
+    """Every series of a server's metrics, by its name and labels."""
+
+    def read() -> str:
+        with urlopen(f"http://127.0.0.1:{ports['metrics']}/metrics", timeout=30) as answer:
+            text: str = answer.read().decode()
+            return text
+
+    lines = (await asyncio.to_thread(read)).splitlines()
+    pairs = [line.rpartition(" ") for line in lines if not line.startswith("#")]
+    return {name: float(value) for name, _, value in pairs}
+
+
+async def until_idle(client: Client) -> None:
+    """Nothing runs or waits, and no page is held."""
+    async with asyncio.timeout(30):
+        while True:
+            load = await client.load()
+            if not (load.running_requests or load.queued_requests or load.used_pages):
+                return
+            await asyncio.sleep(0.02)

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from tests.e2e.random_models import MakeRig, RandomModels, random_tokens
 from tests.e2e.score_cases import TOLERANCE, ScoreCase, blob, packed
+from tests.service.serving import BOS_ID, EOS_ID
 
 from stemserve.proto.v1 import inference_pb2
 from stemserve.service.errors import InvalidRequest
@@ -90,6 +91,38 @@ async def test_b10_items_do_not_see_one_another(
         assert np.abs(scores[1] - alone).max() > 1e-4
 
 
+@pytest.mark.parametrize("kernel", inference_pb2.Kernel.values())
+async def test_b12_every_kernel_scores_items_right_whether_it_takes_them_or_not(
+    models: RandomModels, make_rig: MakeRig, rng: Rng, kernel: inference_pb2.Kernel.ValueType
+) -> None:
+    """A kernel that cannot mask items is not run, and the answer's groups say so."""
+    model = models.lm("Llama")
+    rig = make_rig(model)
+    items = [random_tokens(rng, length) for length in (2, 1, 3)]
+    case = ScoreCase(contexts=[random_tokens(rng, 3)], items=items, kernel=kernel)
+    case.assert_right(model.oracle, await rig.score(case.request))
+    ran = {(group.kernel, group.reason) for group in rig.groups}
+    if kernel in SHARED_KERNELS[1:]:
+        assert ran == {(kernel, "forced")}
+    else:
+        assert ran <= {(kernel, "cost_model") for kernel in SHARED_KERNELS}
+
+
+@pytest.mark.parametrize("kernel", SHARED_KERNELS)
+async def test_b15_special_tokens_in_contexts_and_items_make_no_boundaries(
+    models: RandomModels, make_rig: MakeRig, rng: Rng, kernel: inference_pb2.Kernel.ValueType
+) -> None:
+    model = models.lm("Qwen3")
+    rig = make_rig(model)
+    context = [BOS_ID, *random_tokens(rng, 10), EOS_ID, *random_tokens(rng, 8), EOS_ID]
+    word = random_tokens(rng, 2)
+    items = [[EOS_ID], [*word, EOS_ID, *word], word, [BOS_ID, EOS_ID], [EOS_ID]]
+    case = ScoreCase(contexts=[context], items=items, kernel=kernel)
+    answer = await rig.score(case.request)
+    case.assert_right(model.oracle, answer)
+    assert len(answer.scores) == len(items)
+
+
 @pytest.mark.parametrize("kernel", SHARED_KERNELS)
 async def test_b14_empty_single_repeated_and_very_uneven_items(
     models: RandomModels, make_rig: MakeRig, rng: Rng, kernel: inference_pb2.Kernel.ValueType
@@ -157,7 +190,7 @@ async def test_b05_scores_stay_right_while_prefixes_push_each_other_out(
         ScoreCase(contexts=[random_tokens(rng, 125)], items=[random_tokens(rng, 3), [1]])
         for _ in range(4)
     ]
-    for _ in range(5):
+    for _ in range(25):
         order: list[int] = rng.integers(0, len(cases), 8).tolist()
         answers = await rig.run(*(cases[at].request for at in order))
         for at, answer in zip(order, answers, strict=True):

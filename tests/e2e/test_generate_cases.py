@@ -101,6 +101,42 @@ async def test_b29_the_logits_behind_the_tokenizers_ids_are_scored_and_have_no_t
     assert all(sample != [tokens[0]] for sample in generated(others).tokens.values())
 
 
+async def test_b32_cold_samples_are_greedy_among_hot_ones_and_banned_tokens(
+    models: RandomModels, make_rig: MakeRig, rng: Rng
+) -> None:
+    """All but 20 tokens are banned in the last one."""
+    model = models.lm("Llama")
+    rig = make_rig(model)
+    cold = [prompt_and_tokens(rng, model.oracle, VOCAB, length=9, count=8) for _ in range(3)]
+    banned = sorted(rng.permutation(VOCAB)[20:].tolist())
+    hot = [
+        generation(
+            random_tokens(rng, 7),
+            max_new_tokens=8,
+            logprobs=True,
+            sampling=inference_pb2.SamplingParams(temperature=heat, banned_token_ids=ids, seed=3),
+        )
+        for heat, ids in ((1.0, []), (0.7, banned))
+    ]
+    greedy = [
+        generation(
+            prompt,
+            max_new_tokens=8,
+            logprobs=True,
+            sampling=inference_pb2.SamplingParams(temperature=heat),
+        )
+        for (prompt, _), heat in zip(cold, (0.0, 1e-4, 1e-12), strict=True)
+    ]
+    answers = await rig.run(greedy[0], hot[0], greedy[1], hot[1], greedy[2])
+    for (_, tokens), answer in zip(cold, answers[::2], strict=True):
+        assert_samples(answer, tokens, n=1)
+    (few,) = generated(answers[3]).tokens.values()
+    assert len(few) == 8 and not set(few) & set(banned)
+    assert generated(answers[1]).tokens == (await rig.generate(hot[0])).tokens
+    for answer in answers:
+        assert np.isfinite(generated(answer).logprobs[0]).all()
+
+
 @pytest.mark.parametrize("budget", [16, 512])
 async def test_b31_every_reply_of_a_mixed_batch_equals_its_solo_run(
     models: RandomModels, make_rig: MakeRig, rng: Rng, budget: int

@@ -1,0 +1,215 @@
+"""Calls that are left, late, large or counted, with known right answers, on real servers."""
+
+import asyncio
+import re
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import grpc
+import pytest
+from tests.e2e.served import scrape, until_idle, until_running
+
+from stemserve.proto.v1 import inference_pb2, inference_pb2_grpc
+from stemserve.service.client import Client
+from stemserve.service.client_errors import ClientError
+
+StartServer = Callable[..., tuple["subprocess.Popen[str]", dict[str, int]]]
+LIKELIHOOD = inference_pb2.LogLikelihood()
+KV_PAGES = 200
+STEP_TOKENS = 64
+PREFILL_STEPS = 'stemserve_step_seconds_count{phase="prefill"}'
+ENDLESS_CLIENT = """
+import asyncio, sys
+from stemserve.proto.v1 import inference_pb2
+from stemserve.service.client import Client
+
+async def main():
+    prompt = inference_pb2.Context(text="once")
+    request = inference_pb2.GenerateRequest(
+        prompt=prompt, max_new_tokens=600, ignore_eos=True, n=4
+    )
+    async with Client(sys.argv[1]) as client:
+        async for _ in client.generate(request):
+            print("token", flush=True)
+
+asyncio.run(main())
+"""
+
+
+@pytest.fixture(scope="module")
+def served(start_server: StartServer, tiny_model: Path) -> tuple[int, dict[str, int]]:
+    """The process of a server with random weights, and its ports."""
+    server, ports = start_server(
+        *("--model", tiny_model, "--load-format", "dummy", "--threads", 1),
+        *("--kv-pages", KV_PAGES, "--max-step-tokens", STEP_TOKENS),
+    )
+    return server.pid, ports
+
+
+@pytest.fixture
+def ports(served: tuple[int, dict[str, int]]) -> dict[str, int]:
+    return served[1]
+
+
+@pytest.fixture
+async def client(ports: dict[str, int]) -> AsyncIterator[Client]:
+    async with Client(f"127.0.0.1:{ports['rpc']}", timeout_s=60.0) as client:
+        yield client
+        await until_idle(client)
+
+
+def generation(tokens: int, *, n: int = 1) -> inference_pb2.GenerateRequest:
+    return inference_pb2.GenerateRequest(
+        prompt=inference_pb2.Context(text="once"), max_new_tokens=tokens, ignore_eos=True, n=n
+    )
+
+
+async def read_chunks(client: Client, chunks: int) -> None:
+    """Start a long generation and leave it after so many chunks."""
+    answers = client.generate(generation(600, n=4))
+    for _ in range(chunks):
+        await anext(answers)
+    await answers.aclose()
+
+
+def cancelled(series: dict[str, float], method: str) -> float:
+    name = f'stemserve_requests_total{{code="CANCELLED",method="{method}",tenant="other"}}'
+    return series[name]
+
+
+async def test_b50_generations_left_after_any_chunk_are_all_counted_and_leave_no_page(
+    client: Client, ports: dict[str, int], seed: int
+) -> None:
+    random = Random(seed)
+    before = await scrape(ports)
+    for _ in range(10):
+        await asyncio.gather(*(read_chunks(client, random.randint(1, 4)) for _ in range(20)))
+    await until_idle(client)
+    after = await scrape(ports)
+    assert cancelled(after, "generate") - cancelled(before, "generate") == 200
+    phases = [f'{{cause="client",phase="{phase}"}}' for phase in ("queued", "prefill", "decode")]
+    counts = [f"stemserve_requests_cancelled_total{phase}" for phase in phases]
+    assert sum(after[name] - before[name] for name in counts) == 200
+
+
+async def test_b50_calls_left_at_any_moment_leave_nothing(
+    client: Client, ports: dict[str, int], seed: int
+) -> None:
+    """Before admission, in prefill, between tokens."""
+    random = Random(seed)
+
+    async def leave() -> None:
+        call = asyncio.create_task(read_chunks(client, 600))
+        await asyncio.sleep(random.expovariate(50))
+        call.cancel()
+        await asyncio.gather(call, return_exceptions=True)
+
+    expected = (await client.score(["abc"], LIKELIHOOD, query="once")).scores
+    for _ in range(15):
+        await asyncio.gather(*(leave() for _ in range(20)))
+    await until_idle(client)
+    series = await scrape(ports)
+    assert series['stemserve_kv_blocks{state="used"}'] == 0
+    assert (await client.score(["abc"], LIKELIHOOD, query="once")).scores == pytest.approx(
+        expected, abs=3e-4
+    )
+
+
+async def test_b50_the_streams_of_a_killed_client_end(
+    client: Client, ports: dict[str, int]
+) -> None:
+    before = cancelled(await scrape(ports), "generate")
+    words = [sys.executable, "-c", ENDLESS_CLIENT, f"127.0.0.1:{ports['rpc']}"]
+    with subprocess.Popen(words, stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        assert await asyncio.to_thread(process.stdout.readline) == b"token\n"
+        process.kill()
+    await until_idle(client)
+    assert cancelled(await scrape(ports), "generate") == before + 1
+
+
+async def test_b50_a_score_call_of_thousands_of_items_stops_in_the_middle(
+    client: Client, ports: dict[str, int]
+) -> None:
+    items, steps_in_all = [f"{number:030}" for number in range(2000)], 2000 * 29 // STEP_TOKENS
+    before = await scrape(ports)
+    call = asyncio.create_task(client.score(items, LIKELIHOOD, query="q"))
+    async with asyncio.timeout(30):
+        while (await scrape(ports))[PREFILL_STEPS] < before[PREFILL_STEPS] + 5:
+            await asyncio.sleep(0)
+    call.cancel()
+    await asyncio.gather(call, return_exceptions=True)
+    await until_idle(client)
+    after = await scrape(ports)
+    assert cancelled(after, "score") == cancelled(before, "score") + 1
+    assert 5 <= after[PREFILL_STEPS] - before[PREFILL_STEPS] < steps_in_all / 2
+
+
+async def test_b51_what_is_late_before_it_starts_is_never_computed(
+    start_server: StartServer,
+    fake_worker: Callable[..., str],
+    tiny_model: Path,
+    tmp_path: Path,
+) -> None:
+    """Steps take half a second, and a generation of one row a step is in the way."""
+    log = tmp_path / "steps"
+    address = fake_worker("--step-seconds", 0.5, "--vocab-size", 258, "--step-log", log)
+    _, ports = start_server("--model", tiny_model, "--worker", address)
+    async with Client(f"127.0.0.1:{ports['rpc']}", timeout_s=60.0) as patient:
+        generating = asyncio.create_task(read_chunks(patient, 6))
+        await until_running(patient, 1)
+        async with Client(f"127.0.0.1:{ports['rpc']}", timeout_s=0.05) as hasty:
+            for _ in range(3):
+                with pytest.raises(ClientError) as late:
+                    await hasty.score(["x" * 100], LIKELIHOOD, query="y" * 100)
+                assert late.value.code is grpc.StatusCode.DEADLINE_EXCEEDED
+        await generating
+        await until_idle(patient)
+    rows = [int(line.split()[2]) for line in log.read_text().splitlines()]
+    assert len(rows) >= 6
+    assert max(rows) == 4  # the prompt, or the four samples
+
+
+async def test_b53_a_client_may_ping_every_ten_seconds_while_a_step_brings_nothing(
+    start_server: StartServer, fake_worker: Callable[..., str], tiny_model: Path
+) -> None:
+    """By default gRPC takes the fourth ping for an attack and ends the connection."""
+    address = fake_worker("--step-seconds", 46, "--vocab-size", 258)
+    _, ports = start_server("--model", tiny_model, "--worker", address)
+    options = [
+        ("grpc.keepalive_time_ms", 10_000),
+        ("grpc.http2.max_pings_without_data", 0),
+        ("grpc.enable_retries", 0),
+    ]
+    async with grpc.aio.insecure_channel(f"127.0.0.1:{ports['rpc']}", options) as channel:
+        stub: Any = inference_pb2_grpc.InferenceStub(channel)
+        request = inference_pb2.ScoreRequest(query="q", items=["a"], log_likelihood=LIKELIHOOD)
+        assert len((await stub.Score(request, timeout=90.0)).scores) == 1
+
+
+async def test_b57_counters_never_fall_and_no_call_makes_a_series(
+    client: Client, ports: dict[str, int], seed: int
+) -> None:
+    random = Random(seed)
+    before = await scrape(ports)
+    for _ in range(20):
+        for _ in range(10):
+            name = f"{random.random()}"
+            request = inference_pb2.ScoreRequest(
+                request_id=name, items=[name], query=name, log_likelihood=LIKELIHOOD
+            )
+            await client.score_request(request)
+            request.query = ""
+            request.contexts.add(prefix_id=name)
+            with pytest.raises(ClientError, match="not registered"):
+                await client.score_request(request)
+        now = await scrape(ports)
+        assert now.keys() == before.keys()
+        for series, value in before.items():
+            if re.search(r"_(total|count|sum|bucket)(\{|$)", series):
+                assert now[series] >= value, series
+        before = now

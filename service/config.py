@@ -112,6 +112,9 @@ class WorkerConfig:
     __pydantic_config__: ClassVar[ConfigDict] = STRICT
 
     address: str | None = None  # of a worker that somebody else runs; else one is started
+    tls_ca: Path | None = None  # PEM: speak TLS with a worker whose certificate this signed
+    tls_certificate: Path | None = None  # PEM, of this server, for a worker that asks for one
+    tls_private_key: Path | None = None
     load_format: str = "auto"
     dtype: str | None = None
     device: str | None = None
@@ -141,11 +144,24 @@ class WorkerConfig:
                 raise ConfigError(f"{name} {value} must be at least 1")
         if self.kv_pages is not None and self.kv_memory is not None:
             raise ConfigError("give kv_pages or kv_memory, not both")
+        self._check_tls()
         if not 0 < self.step_timeout_least_s <= self.step_timeout_s:
             raise ConfigError(
                 f"step_timeout_least_s {self.step_timeout_least_s} must be more than 0 and at most "
                 f"step_timeout_s, {self.step_timeout_s}"
             )
+
+    def _check_tls(self) -> None:
+        if (self.tls_certificate is None) != (self.tls_private_key is None):
+            raise ConfigError("tls_certificate and tls_private_key go together; give both")
+        if self.tls_certificate is not None and self.tls_ca is None:
+            raise ConfigError("tls_certificate needs tls_ca, which signed the worker's")
+        if self.tls_ca is not None and (self.address or "unix:").startswith("unix:"):
+            raise ConfigError("tls_ca needs address HOST:PORT; other workers are on this machine")
+        for name in ("tls_ca", "tls_certificate", "tls_private_key"):
+            path: Path | None = getattr(self, name)
+            if path is not None and not path.is_file():
+                raise ConfigError(f"{name} {path} is not a file")
 
     def command(self, model: Path, *, max_step_tokens: int, log_level: str) -> list[str]:
         """The worker process without its address."""

@@ -31,6 +31,7 @@ from stemserve.service.serving.server import BoundPorts, Servers
 from stemserve.service.serving.stop_signals import Stopped, StopSignals
 from stemserve.service.serving.tls import server_credentials
 from stemserve.service.text.tokenizer import Tokenizer
+from stemserve.service.workers.remote_worker import RemoteWorker
 from stemserve.service.workers.step_commands import Inbox
 from stemserve.service.workers.step_loop import StepLoop
 from stemserve.service.workers.step_monitor import watch_step_loop
@@ -39,7 +40,6 @@ from stemserve.service.workers.watchdog import StepTimeout
 from stemserve.service.workers.worker_client import WorkerUnreachable
 from stemserve.service.workers.worker_process import WorkerProcess
 from stemserve.service.workers.worker_supervisor import (
-    RemoteWorker,
     RestartPolicy,
     WorkerHost,
     WorkerSupervisor,
@@ -200,7 +200,7 @@ async def _drain(core: _Core, gate: CallGate, drain_s: float) -> None:
 def _launcher(config: ServiceConfig, model: Path) -> Callable[[], WorkerHost]:
     address = config.worker.address
     if address is not None:
-        return lambda: RemoteWorker(address)
+        return lambda: RemoteWorker(address, config.worker)
     command = config.worker.command(
         model, max_step_tokens=config.limits.max_step_tokens, log_level=config.log_level
     )

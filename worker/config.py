@@ -9,6 +9,7 @@ from pathlib import Path
 
 from stemserve.kernels.strategy import Kernel
 from stemserve.worker.models.loader import LoadFormat
+from stemserve.worker.tls import TlsFiles
 
 PAGE_SIZE = 16
 SAMPLER_SLOTS = 1024
@@ -55,8 +56,11 @@ class WorkerConfig:
     cost_table: Path | None
     parent_fd: int | None
     log_level: str
+    tls: TlsFiles | None  # None: plaintext
 
     def __post_init__(self) -> None:
+        if self.tls is not None and self.unix_path is not None:
+            raise ConfigError("--tls-certificate is for --listen HOST:PORT, not for unix:/path")
         if self.unix_path is None and not re.fullmatch(r".+:\d{1,5}", self.listen):
             raise ConfigError(f"--listen {self.listen!r} is neither unix:/path nor host:port")
         if not self.model.exists():
@@ -71,8 +75,21 @@ class WorkerConfig:
 
 def parse_config(arguments: Sequence[str]) -> WorkerConfig:
     """Raises ConfigError; unknown flags and --help end the process, as argparse does."""
-    values = _parser().parse_args(arguments)
-    return WorkerConfig(**vars(values))
+    values = vars(_parser().parse_args(arguments))
+    tls = _tls_files(
+        values.pop("tls_certificate"), values.pop("tls_private_key"), values.pop("tls_client_ca")
+    )
+    return WorkerConfig(**values, tls=tls)
+
+
+def _tls_files(
+    certificate: Path | None, private_key: Path | None, client_ca: Path | None
+) -> TlsFiles | None:
+    if certificate is None and private_key is None and client_ca is None:
+        return None
+    if certificate is None or private_key is None:
+        raise ConfigError("TLS needs both --tls-certificate and --tls-private-key")
+    return TlsFiles(certificate=certificate, private_key=private_key, client_ca=client_ca)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -85,12 +102,13 @@ def _parser() -> argparse.ArgumentParser:
     _add_model(parser)
     _add_cache(parser)
     _add_kernels(parser)
+    _add_tls(parser)
     process = parser.add_argument_group("process")
     process.add_argument(
         "--listen",
         required=True,
         metavar="ADDRESS",
-        help="unix:/path.sock (made with mode 0600) or host:port (no TLS: keep it on loopback)",
+        help="unix:/path.sock (made with mode 0600) or host:port",
     )
     process.add_argument(
         "--threads", type=positive, metavar="N", help="CPU threads of torch (default: torch's)"
@@ -189,6 +207,18 @@ def _add_kernels(parser: argparse.ArgumentParser) -> None:
         type=Path,
         metavar="FILE",
         help="costs that the choice of kernel uses (default: those of the device)",
+    )
+
+
+def _add_tls(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("TLS of --listen HOST:PORT, with files in PEM")
+    group.add_argument("--tls-certificate", type=Path, metavar="FILE", help="of this worker")
+    group.add_argument("--tls-private-key", type=Path, metavar="FILE", help="of the certificate")
+    group.add_argument(
+        "--tls-client-ca",
+        type=Path,
+        metavar="FILE",
+        help="refuse services without a certificate that this signed",
     )
 
 

@@ -32,6 +32,7 @@ OPTIONS = (
     ("grpc.max_receive_message_length", UNLIMITED),
     ("grpc.max_send_message_length", UNLIMITED),
     ("grpc.so_reuseport", 0),  # a port in use is an error, not a second server on it
+    ("grpc.http2.min_ping_interval_without_data_ms", 10_000),  # a step may take long
 )
 
 
@@ -115,12 +116,22 @@ def _serving(parts: Parts, config: WorkerConfig, lifetime: Lifetime) -> Generato
 
 
 def _bind(server: grpc.Server, config: WorkerConfig) -> None:
-    if config.unix_path is None and config.listen.rpartition(":")[0] not in LOOPBACK:
+    open_to_network = config.unix_path is None and _host(config) not in LOOPBACK
+    if open_to_network and config.tls is None:
         log.warning("%s is open to the network: no TLS, no authentication", config.listen)
+    elif open_to_network and config.tls is not None and config.tls.client_ca is None:
+        log.warning("%s takes any service; --tls-client-ca demands a certificate", config.listen)
     before = os.umask(0o177)  # the socket of a Unix address gets mode 0600
     try:
-        server.add_insecure_port(config.listen)
+        if config.tls is None:
+            server.add_insecure_port(config.listen)
+        else:
+            server.add_secure_port(config.listen, config.tls.credentials())
     except RuntimeError as error:
         raise ConfigError(f"--listen {config.listen}: cannot bind ({error})") from error
     finally:
         os.umask(before)
+
+
+def _host(config: WorkerConfig) -> str:
+    return config.listen.rpartition(":")[0]

@@ -2,6 +2,7 @@
 
 import logging
 import threading
+import time
 from collections.abc import Callable, Iterator
 from queue import SimpleQueue
 
@@ -12,6 +13,8 @@ from stemserve.service.request import WorkerFacts
 
 UNLIMITED = -1  # a plan is as large as the biases and bans of a call; batching bounds it
 _POLL_S = 0.1
+_REPORT_S = 10.0
+_PROBE_S = 1.0
 _OPTIONS = (
     ("grpc.max_send_message_length", UNLIMITED),
     ("grpc.max_receive_message_length", UNLIMITED),
@@ -19,6 +22,9 @@ _OPTIONS = (
     ("grpc.initial_reconnect_backoff_ms", 100),
     ("grpc.min_reconnect_backoff_ms", 100),
     ("grpc.max_reconnect_backoff_ms", 1000),
+    # A worker's host may vanish without a word.
+    ("grpc.keepalive_time_ms", 20_000),
+    ("grpc.keepalive_timeout_ms", 10_000),
     # Each client has a connection of its own: a restarted worker must not be taken for a dead one.
     ("grpc.use_local_subchannel_pool", 1),
 )
@@ -33,9 +39,13 @@ class WorkerUnreachable(Exception):
 class WorkerClient:
     """One connection to one worker. Results come on a thread of their own."""
 
-    def __init__(self, address: str) -> None:
+    def __init__(self, address: str, credentials: grpc.ChannelCredentials | None = None) -> None:
+        """`credentials` None: plaintext."""
         self.address = address
-        self._channel = grpc.insecure_channel(address, options=_OPTIONS)
+        if credentials is None:
+            self._channel = grpc.insecure_channel(address, options=_OPTIONS)
+        else:
+            self._channel = grpc.secure_channel(address, credentials, options=_OPTIONS)
         self._stub = worker_pb2_grpc.WorkerStub(self._channel)
         self._plans: SimpleQueue[worker_pb2.StepPlan | None] = SimpleQueue()
         self._closed = threading.Event()
@@ -47,7 +57,11 @@ class WorkerClient:
         call = self._stub.Describe.future(
             worker_pb2.DescribeRequest(), timeout=timeout_s, wait_for_ready=True
         )
+        report_at = time.monotonic() + _REPORT_S
         while True:
+            if time.monotonic() >= report_at:
+                report_at += _REPORT_S
+                _log.info("worker %s does not answer yet: %s", self.address, self._probe())
             try:
                 return _facts(call.result(timeout=_POLL_S))
             except grpc.FutureTimeoutError:
@@ -58,7 +72,8 @@ class WorkerClient:
             except grpc.FutureCancelledError as error:
                 raise WorkerUnreachable("the connection was closed") from error
             except grpc.RpcError as error:
-                raise WorkerUnreachable(give_up() or _explain(self.address, error)) from error
+                reason = give_up() or f"{_explain(self.address, error)}; {self._probe()}"
+                raise WorkerUnreachable(reason) from error
 
     def open(
         self,
@@ -89,6 +104,14 @@ class WorkerClient:
         if self._reader is not None:
             self._reader.join()
         self._channel.close()
+
+    def _probe(self) -> str:
+        """What a call hears that does not wait until the worker is ready."""
+        try:
+            self._stub.Describe(worker_pb2.DescribeRequest(), timeout=_PROBE_S)
+        except grpc.RpcError as error:
+            return _explain(self.address, error)
+        return "it answers now"
 
     def _requests(self) -> Iterator[worker_pb2.RunRequest]:
         while (plan := self._plans.get()) is not None:

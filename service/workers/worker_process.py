@@ -11,6 +11,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
+import grpc
+
 _log = logging.getLogger(__name__)
 
 
@@ -24,6 +26,7 @@ class WorkerProcess:
     def __init__(self, command: Sequence[str]) -> None:
         """`command` gets `--listen ADDRESS --parent-fd FD` appended."""
         self._folder = tempfile.TemporaryDirectory(prefix="stemserve-", ignore_cleanup_errors=True)
+        self.credentials: grpc.ChannelCredentials | None = None  # nobody else reaches the socket
         self.address = f"unix:{Path(self._folder.name) / 'worker.sock'}"
         self._stopping = threading.Lock()
         read_fd, self._parent_fd = os.pipe()

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
 
+import grpc
+
 from stemserve.proto.v1 import worker_pb2
 from stemserve.service.request import WorkerFacts
 from stemserve.service.serving.health import Health
@@ -24,6 +26,7 @@ class WorkerHost(Protocol):
     """Where a worker runs: a child process, or somewhere else."""
 
     address: str
+    credentials: grpc.ChannelCredentials | None  # None: plaintext
 
     def ended(self) -> str | None:
         """How the worker ended, or None if it runs or nobody here can know."""
@@ -38,22 +41,6 @@ class WorkerMetrics(Protocol):
     def worker_up(self, up: bool) -> None: ...
 
     def worker_restarted(self, reason: str) -> None: ...
-
-
-class RemoteWorker:
-    """A worker that somebody else starts and stops."""
-
-    def __init__(self, address: str) -> None:
-        self.address = address
-
-    def ended(self) -> str | None:
-        return None
-
-    def stop(self, *, grace_s: float) -> None:
-        pass
-
-    def kill(self) -> None:
-        pass
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,7 +88,7 @@ class WorkerSupervisor:
         self._generation += 1
         generation = self._generation
         host = self._launch()
-        client = WorkerClient(host.address)
+        client = WorkerClient(host.address, host.credentials)
         self._host, self._client = host, client
         try:
             facts = await asyncio.to_thread(

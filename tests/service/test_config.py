@@ -13,6 +13,8 @@ from stemserve.service.config import (
 )
 from stemserve.service.config_error import ConfigError
 
+PEM = Path("none.pem")
+
 
 @pytest.mark.parametrize(
     ("make", "problem"),
@@ -34,6 +36,16 @@ from stemserve.service.config_error import ConfigError
             lambda: WorkerConfig(step_timeout_s=0),
             "and at most step_timeout_s, 0",
         ),
+        (
+            lambda: WorkerConfig(address="a:1", tls_ca=PEM, tls_certificate=PEM),
+            "tls_certificate and tls_private_key go together",
+        ),
+        (
+            lambda: WorkerConfig(address="a:1", tls_certificate=PEM, tls_private_key=PEM),
+            "tls_certificate needs tls_ca",
+        ),
+        (lambda: WorkerConfig(tls_ca=PEM), "tls_ca needs address HOST:PORT"),
+        (lambda: WorkerConfig(address="a:1", tls_ca=PEM), "tls_ca none.pem is not a file"),
         (lambda: ServiceConfig(log_level="loud"), "'loud' is not one of debug, info"),
     ],
 )

@@ -21,6 +21,8 @@ class Access:
     def __post_init__(self) -> None:
         if (self.certificate is None) != (self.private_key is None):
             raise ValueError("a client certificate needs its private key: give both")
+        if self.key is not None and not (self.key.isascii() and self.key.isprintable()):
+            raise ValueError("the key has a line end or another character that no header may have")
 
     @property
     def encrypts(self) -> bool:

@@ -28,12 +28,25 @@ def fail(message: str) -> NoReturn:
 # What gRPC itself says at a port that is not ours.
 OTHER_PORTS = ("Method not found", "HTTP/2")
 OTHER_PORT_ADVICE = "that is not the gRPC port; the server's first line names it"
+# A TLS port hangs up on a caller in plaintext.
+HANG_UP = ("Socket closed", "Connection reset")
+HANG_UP_ADVICE = "is it a stemserve server? one with TLS needs --tls or --ca before the command"
+NO_TRUST = ("handshake",)
+NO_TRUST_ADVICE = (
+    "--ca names who signed the server's certificate; a server that demands one of callers needs "
+    "--certificate and --private-key; one without TLS none of them"
+)
 
 
 def fail_call(error: ClientError, server: str) -> NoReturn:
     advice = ADVICE.get(error.code)
     if any(words in error.message for words in OTHER_PORTS):
         advice = OTHER_PORT_ADVICE
+    if error.code is grpc.StatusCode.UNAVAILABLE and not error.reason:
+        if any(words in error.message for words in HANG_UP):
+            advice = HANG_UP_ADVICE
+        if any(words in error.message for words in NO_TRUST):
+            advice = NO_TRUST_ADVICE
     if error.reason == "NOT_READY":
         advice = None  # the message says it
     if error.retry_after_s is not None:

@@ -24,6 +24,8 @@ from stemserve.service.commands.options import (
     Prompt,
     Samples,
     kernel_value,
+    whole_uint32,
+    whole_uint64,
 )
 from stemserve.service.commands.plain_json import as_json
 from stemserve.service.commands.usage import usage_line
@@ -32,15 +34,25 @@ PrefixId = Annotated[str, typer.Option(metavar="ID", help="A registered prefix b
 Temperature = Annotated[
     float | None, typer.Option(metavar="X", help="0: the likeliest token; without: 1.")
 ]
-TopK = Annotated[int, typer.Option(metavar="N", help="Draw from the N likeliest tokens; 0: off.")]
+TopK = Annotated[
+    int,
+    typer.Option(
+        metavar="N", parser=whole_uint32, help="Draw from the N likeliest tokens; 0: off."
+    ),
+]
 TopP = Annotated[
     float | None, typer.Option(metavar="X", help="Draw from the likeliest tokens of mass X.")
 ]
 MinP = Annotated[
     float, typer.Option(metavar="X", help="Drop tokens below X times the likeliest; 0: off.")
 ]
-Seed = Annotated[int | None, typer.Option(metavar="N", help="Same seed, same text; else random.")]
-MinNewTokens = Annotated[int, typer.Option(metavar="N", help="Tokens to generate at least.")]
+Seed = Annotated[
+    int | None,
+    typer.Option(metavar="N", parser=whole_uint64, help="Same seed, same text; else random."),
+]
+MinNewTokens = Annotated[
+    int, typer.Option(metavar="N", parser=whole_uint32, help="Tokens to generate at least.")
+]
 Stop = Annotated[
     list[str] | None, typer.Option(metavar="TEXT", help="End before this text; also often.")
 ]
@@ -51,7 +63,10 @@ Logprobs = Annotated[
     bool, typer.Option("--logprobs", help="Also the log-probability of each token.")
 ]
 TopLogprobs = Annotated[
-    int, typer.Option(metavar="N", help="Also the N likeliest tokens at each position.")
+    int,
+    typer.Option(
+        metavar="N", parser=whole_uint32, help="Also the N likeliest tokens at each position."
+    ),
 ]
 
 

@@ -1,6 +1,7 @@
 """What the options of score, generate and explain mean as requests."""
 
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
@@ -45,12 +46,37 @@ Kernel = Annotated[
     str | None,
     typer.Option(metavar="NAME", help=f"Force a strategy, for debugging: {', '.join(KERNELS)}."),
 ]
-Priority = Annotated[int, typer.Option(metavar="N", help="Higher goes first.")]
+
+
+def _whole(lowest: int, highest: int) -> Callable[[str], int]:
+    """A number that fits the request's field."""
+
+    def parse(text: str) -> int:
+        try:
+            number = int(text)
+        except ValueError as error:
+            raise typer.BadParameter(f"{text!r} is not a whole number") from error
+        if not lowest <= number <= highest:
+            raise typer.BadParameter(f"{number} is not in {lowest} .. {highest}")
+        return number
+
+    return parse
+
+
+whole_int32 = _whole(-(1 << 31), (1 << 31) - 1)
+whole_uint32 = _whole(0, (1 << 32) - 1)
+whole_uint64 = _whole(0, (1 << 64) - 1)
+
+Priority = Annotated[int, typer.Option(metavar="N", parser=whole_int32, help="Higher goes first.")]
 Prompt = Annotated[
     str, typer.Option(metavar="TEXT", help="Text to continue; it follows --prefix-id.")
 ]
-MaxNewTokens = Annotated[int, typer.Option(metavar="N", help="Tokens to generate at most.")]
-Samples = Annotated[int, typer.Option("--n", metavar="N", help="Samples over the one prompt.")]
+MaxNewTokens = Annotated[
+    int, typer.Option(metavar="N", parser=whole_uint32, help="Tokens to generate at most.")
+]
+Samples = Annotated[
+    int, typer.Option("--n", metavar="N", parser=whole_uint32, help="Samples over the one prompt.")
+]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -30,6 +30,7 @@ from stemserve.service.commands.options import (
     kernel_value,
     read_items,
     read_labels,
+    whole_uint32,
 )
 from stemserve.service.commands.plain_json import as_json
 from stemserve.service.commands.usage import usage_line
@@ -54,10 +55,19 @@ Normalized = Annotated[
 ]
 Truncate = Annotated[
     int | None,
-    typer.Option(metavar="N", help="Cut items after N tokens instead of refusing longer ones."),
+    typer.Option(
+        metavar="N",
+        parser=whole_uint32,
+        help="Cut items after N tokens instead of refusing longer ones.",
+    ),
 ]
 TopN = Annotated[
-    int, typer.Option(metavar="N", help="Only the best N items, best first; 0: all, in order.")
+    int,
+    typer.Option(
+        metavar="N",
+        parser=whole_uint32,
+        help="Only the best N items, best first; 0: all, in order.",
+    ),
 ]
 
 

@@ -1,15 +1,17 @@
 """How the command line reads items, and what it says about a file or a server that is wrong."""
 
+from collections.abc import Callable
 from pathlib import Path
 
 import grpc
 import pytest
 import typer
 
+from stemserve.service.client_channel import Access
 from stemserve.service.client_errors import ClientError
 from stemserve.service.commands.call import call
 from stemserve.service.commands.failure import fail_call
-from stemserve.service.commands.options import read_items
+from stemserve.service.commands.options import read_items, whole_int32, whole_uint32
 
 
 @pytest.mark.parametrize(
@@ -70,3 +72,36 @@ def test_a_port_that_does_not_serve_calls_is_explained(
     with pytest.raises(typer.Exit):
         fail_call(ClientError(code, message), "host:1")
     assert "not the gRPC port" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("message", "advice"),
+    [
+        ("failed to connect; last error: UNAVAILABLE: ipv4:1: Socket closed", "with TLS needs"),
+        ("last error: UNKNOWN: Tls handshake failed (TSI_PROTOCOL_FAILURE)", "--ca names who"),
+        ("failed to connect to all addresses; last error: Connection refused", "stemserve serve"),
+    ],
+)
+def test_a_connection_that_fails_is_explained(
+    message: str, advice: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(typer.Exit):
+        fail_call(ClientError(grpc.StatusCode.UNAVAILABLE, message), "host:1")
+    assert advice in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("parse", "number"), [(whole_int32, 1 << 31), (whole_uint32, -1)])
+def test_a_number_that_its_field_cannot_hold_is_refused(
+    parse: Callable[[str], int], number: int
+) -> None:
+    assert parse("7") == 7
+    with pytest.raises(typer.BadParameter, match="is not in"):
+        parse(str(number))
+    with pytest.raises(typer.BadParameter, match="whole number"):
+        parse("1.5")
+
+
+@pytest.mark.parametrize("key", ["one\n", "two\nlines", "caf\u00e9"])
+def test_a_key_that_no_header_may_carry_is_refused_before_any_call(key: str) -> None:
+    with pytest.raises(ValueError, match="the key has"):
+        Access(key=key)

@@ -1,5 +1,7 @@
 """The gRPC servers: one port for everything, one plaintext port for health only."""
 
+import errno
+import socket
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -15,6 +17,7 @@ from stemserve.service.serving.health import Health
 
 SPARE_STREAMS = 128  # of a connection: for health, and for refusals
 FOREVER_MS = 2**31 - 1  # as gRPC understands it
+PING_JITTER = 0.9  # of their interval, pings that were sent on time arrive apart at least
 
 # After a drain nothing should run; what still does is cut.
 STOP_GRACE_S = 1.0
@@ -89,8 +92,8 @@ def transport_options(config: ServerConfig, limits: Limits) -> list[tuple[str, A
         # Clients may ping an idle connection too; the default answers that with GOAWAY.
         ("grpc.keepalive_permit_without_calls", 1),
         (
-            "grpc.http2.min_recv_ping_interval_without_data_ms",
-            _milliseconds(config.least_ping_interval_s),
+            "grpc.http2.min_ping_interval_without_data_ms",
+            _milliseconds(PING_JITTER * config.least_ping_interval_s),
         ),
         ("grpc.http2.max_ping_strikes", config.max_ping_strikes),
     ]
@@ -114,10 +117,28 @@ def _bind(
 ) -> int:
     address = f"{host}:{port}"
     try:
+        _check_free(host, port)
         if credentials is not None:
             return server.add_secure_port(address, credentials)
         return server.add_insecure_port(address)
-    except RuntimeError as error:
+    except (OSError, RuntimeError) as error:
         raise PortInUse(
             f"cannot listen on {address}: is another server running? choose another {option}"
         ) from error
+
+
+def _check_free(host: str, port: int) -> None:
+    """Raises OSError. gRPC would write lines of its own about a port in use to standard error."""
+    found = socket.getaddrinfo(host.strip("[]"), port, type=socket.SOCK_STREAM)
+    for family, kind, protocol, _, address in found:
+        try:
+            with socket.socket(family, kind, protocol) as probe:
+                # As gRPC listens: connections that linger from an earlier server are no hindrance.
+                probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                if family == socket.AF_INET6:
+                    probe.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+                probe.bind(address)
+        except OSError as error:
+            # Other errors are not for here to judge: one of several addresses may be enough.
+            if error.errno in (errno.EADDRINUSE, errno.EACCES):
+                raise

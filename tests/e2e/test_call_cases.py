@@ -174,21 +174,35 @@ async def test_b51_what_is_late_before_it_starts_is_never_computed(
     assert max(rows) == 4  # the prompt, or the four samples
 
 
-async def test_b53_a_client_may_ping_every_ten_seconds_while_a_step_brings_nothing(
-    start_server: StartServer, fake_worker: Callable[..., str], tiny_model: Path
+@pytest.mark.parametrize(("least_s", "ends"), [(1.0, False), (60.0, True)])
+async def test_b53_a_client_may_ping_as_often_as_agreed_while_a_step_brings_nothing(
+    start_server: StartServer,
+    fake_worker: Callable[..., str],
+    tiny_model: Path,
+    tmp_path: Path,
+    least_s: float,
+    ends: bool,
 ) -> None:
-    """By default gRPC takes the fourth ping for an attack and ends the connection."""
-    address = fake_worker("--step-seconds", 46, "--vocab-size", 258)
-    _, ports = start_server("--model", tiny_model, "--worker", address)
+    """Of pings each second the fourth that comes too early ends the connection."""
+    config = tmp_path / "stemserve.toml"
+    config.write_text(f"[server]\nleast_ping_interval_s = {least_s}\n")
+    address = fake_worker("--step-seconds", 7, "--vocab-size", 258)
+    words = ("--config", config, "--model", tiny_model, "--worker", address)
+    _, ports = start_server(*words)
     options = [
-        ("grpc.keepalive_time_ms", 10_000),
+        ("grpc.keepalive_time_ms", 1000),
         ("grpc.http2.max_pings_without_data", 0),
         ("grpc.enable_retries", 0),
     ]
     async with grpc.aio.insecure_channel(f"127.0.0.1:{ports['rpc']}", options) as channel:
         stub: Any = inference_pb2_grpc.InferenceStub(channel)
         request = inference_pb2.ScoreRequest(query="q", items=["a"], log_likelihood=LIKELIHOOD)
-        assert len((await stub.Score(request, timeout=90.0)).scores) == 1
+        call = stub.Score(request, timeout=60.0)
+        if ends:
+            assert await call.code() is grpc.StatusCode.UNAVAILABLE
+            assert await call.details() == "Too many pings"
+        else:
+            assert len((await call).scores) == 1
 
 
 async def test_b57_counters_never_fall_and_no_call_makes_a_series(

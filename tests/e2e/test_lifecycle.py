@@ -196,6 +196,7 @@ def test_a_port_in_use_is_named(stemserve_command: Words, tiny_model: Path) -> N
             assert done.returncode == 1
             assert f"cannot listen on 127.0.0.1:{port}" in done.stderr
             assert option in done.stderr
+            assert len(done.stderr.splitlines()) == 1, done.stderr
 
 
 def test_a_server_is_not_serving_while_the_model_loads(

@@ -97,6 +97,8 @@ def score(
     With --labels: the probability of each label after the item. Without: the log-likelihood of the
     item itself. Several contexts: every item is scored with each of them.
 
+    The exit code is 1 if no item could be scored.
+
     \b
     Examples:
       stemserve score --query "The capital of France is" --item " Paris" --item " Rome"
@@ -124,7 +126,10 @@ def score(
     request.top_n = top_n
     request.priority = priority
     request.kernel = kernel_value(kernel)
-    _print(request, call(server, lambda channel: _score(channel, request, timeout)), as_json)
+    response = call(server, lambda channel: _score(channel, request, timeout))
+    _print(request, response, as_json)
+    if len(response.errors) == len(request.items):
+        raise typer.Exit(1)
 
 
 async def _score(

@@ -260,6 +260,16 @@ def test_a_killed_server_leaves_no_worker(
     assert not Path(f"/proc/{worker}").exists()
 
 
+def test_score_fails_only_if_no_item_could_be_scored(run: Run, address: str) -> None:
+    one_token = ("--item", "a")  # with nothing before it, nothing predicts it
+    for json_wanted in ((), ("--json",)):
+        words = ("score", "--server", address, *one_token, *json_wanted)
+        failed = run(*words)
+        assert failed.returncode == 1
+        assert "no context to be predicted from" in failed.stdout
+        assert run(*words, "--item", "abc").returncode == 0
+
+
 def test_calibrate_writes_costs_that_serve_takes(
     run_process: Run, tiny_model: Path, tmp_path: Path, start_server: StartServer
 ) -> None:

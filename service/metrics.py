@@ -141,7 +141,8 @@ class Metrics:
         self.observe_load(load)
 
     def observe_load(self, load: Load) -> None:
-        self._waiting.set(load.queued_requests)
+        for name, waiting in zip(PRIORITIES, load.queued_by_priority, strict=True):
+            self._waiting.labels(name).set(waiting)
         self._running.set(load.running_requests)
         self._waiting_tokens.set(load.queued_tokens)
         self._kv_blocks.labels("free").set(load.free_pages)
@@ -192,7 +193,7 @@ class Metrics:
             method=("score", "generate"),
             priority=PRIORITIES,
         )
-        self._waiting = self._gauge("requests_waiting", "queued requests")
+        self._waiting = self._gauge("requests_waiting", "queued requests", priority=PRIORITIES)
         self._running = self._gauge("requests_running", "scheduled requests")
         self._waiting_tokens = self._gauge("waiting_tokens", "queued tokens to compute")
         self._rejected = self._counter(

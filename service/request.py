@@ -186,3 +186,4 @@ class Load:
     free_pages: int
     cached_pages: int  # evictable
     used_pages: int
+    queued_by_priority: tuple[int, int, int] = (0, 0, 0)  # below 0, 0, above 0

@@ -201,6 +201,7 @@ class GetLoadResponse(google.protobuf.message.Message):
     CACHED_PAGES_FIELD_NUMBER: builtins.int
     USED_PAGES_FIELD_NUMBER: builtins.int
     REGISTERED_PREFIXES_FIELD_NUMBER: builtins.int
+    QUEUED_BY_PRIORITY_FIELD_NUMBER: builtins.int
     queued_requests: builtins.int
     running_requests: builtins.int
     queued_tokens: builtins.int
@@ -210,6 +211,10 @@ class GetLoadResponse(google.protobuf.message.Message):
     """evictable"""
     used_pages: builtins.int
     registered_prefixes: builtins.int
+    @property
+    def queued_by_priority(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
+        """three numbers: below 0, 0, above 0"""
+
     def __init__(
         self,
         *,
@@ -220,8 +225,9 @@ class GetLoadResponse(google.protobuf.message.Message):
         cached_pages: builtins.int = ...,
         used_pages: builtins.int = ...,
         registered_prefixes: builtins.int = ...,
+        queued_by_priority: collections.abc.Iterable[builtins.int] | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["cached_pages", b"cached_pages", "free_pages", b"free_pages", "queued_requests", b"queued_requests", "queued_tokens", b"queued_tokens", "registered_prefixes", b"registered_prefixes", "running_requests", b"running_requests", "used_pages", b"used_pages"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["cached_pages", b"cached_pages", "free_pages", b"free_pages", "queued_by_priority", b"queued_by_priority", "queued_requests", b"queued_requests", "queued_tokens", b"queued_tokens", "registered_prefixes", b"registered_prefixes", "running_requests", b"running_requests", "used_pages", b"used_pages"]) -> None: ...
 
 Global___GetLoadResponse: typing_extensions.TypeAlias = GetLoadResponse
 

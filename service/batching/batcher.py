@@ -163,6 +163,7 @@ class Batcher:
         cached = self._cache.tree.num_unreferenced
         return Load(
             queued_requests=len(self._jobs.waiting),
+            queued_by_priority=self._jobs.waiting.requests_by_priority,
             running_requests=len(self._jobs.running),
             queued_tokens=self._jobs.waiting.num_tokens,
             free_pages=free,

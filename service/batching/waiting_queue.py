@@ -65,6 +65,14 @@ class WaitingQueue(Generic[Job]):
     def num_tokens(self) -> int:
         return self.tokens.total()
 
+    @property
+    def requests_by_priority(self) -> tuple[int, int, int]:
+        """Those below 0, of 0 and above."""
+        counts = [0, 0, 0]
+        for lane, jobs in self._lanes.items():
+            counts[1 + (lane.falling_priority < 0) - (lane.falling_priority > 0)] += len(jobs)
+        return counts[0], counts[1], counts[2]
+
     def __iter__(self) -> Iterator[Job]:
         return self._in_order(sorted(self._lanes))
 

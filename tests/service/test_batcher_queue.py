@@ -35,6 +35,7 @@ def test_a_full_queue_refuses_with_a_time_to_retry() -> None:
     with pytest.raises(QueueFull) as refusal:
         rig.submit(generate_job("third", [1]))
     assert refusal.value.retry_after_s > 0
+    assert rig.batcher.load().queued_by_priority == (0, 2, 0)
 
 
 def test_queued_tokens_count_only_what_must_be_computed() -> None:
@@ -47,7 +48,7 @@ def test_queued_tokens_count_only_what_must_be_computed() -> None:
         rig.submit(label_job("cold", [random_tokens(2, 50)], [[1]], [0]))
 
 
-def test_late_jobs_end_before_they_reach_a_step() -> None:
+def test_b51_late_jobs_end_before_they_reach_a_step() -> None:
     rig = make_rig()
     with pytest.raises(DeadlinePassed):
         rig.submit(generate_job("past", [1], deadline=0.0))

@@ -16,6 +16,7 @@ LOAD = Load(
     free_pages=60,
     cached_pages=15,
     used_pages=25,
+    queued_by_priority=(1, 2, 0),
 )
 
 
@@ -72,14 +73,15 @@ def test_a_step_counts_its_choices_bytes_and_rows() -> None:
 def test_the_load_shows_as_gauges() -> None:
     registry = CollectorRegistry()
     Metrics(registry).observe_load(LOAD)
-    assert value(registry, "requests_waiting") == 3
+    for priority, waiting in (("low", 1), ("normal", 2), ("high", 0)):
+        assert value(registry, "requests_waiting", priority=priority) == waiting
     assert value(registry, "requests_running") == 2
     assert value(registry, "waiting_tokens") == 50
     assert value(registry, "kv_blocks", state="cached") == 15
     assert value(registry, "kv_utilization_ratio") == 0.25
 
 
-def test_no_series_appears_after_the_start() -> None:
+def test_b57_no_series_appears_after_the_start() -> None:
     registry = CollectorRegistry()
     metrics = Metrics(registry)
     before = series(registry)
@@ -103,7 +105,7 @@ def test_first_tokens_are_told_apart_by_what_the_cache_held() -> None:
     assert counts == [1, 1, 2]
 
 
-async def test_calls_with_any_ids_make_no_new_series() -> None:
+async def test_b57_calls_with_any_ids_make_no_new_series() -> None:
     async with serving(BigramEngine(random_bigrams(BYTE_VOCABULARY))) as served:
         before = series(served.registry)
         for index in range(20):
@@ -139,6 +141,6 @@ async def test_a_generation_counts_its_tokens_and_times() -> None:
         assert served.metric("time_per_output_token_seconds_count") == 1
 
 
-def test_two_registries_hold_two_sets_of_metrics() -> None:
+def test_b57_two_registries_hold_two_sets_of_metrics() -> None:
     Metrics(CollectorRegistry())
     Metrics(CollectorRegistry())

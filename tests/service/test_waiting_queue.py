@@ -40,6 +40,15 @@ def drained(queue: WaitingQueue[Waiting]) -> list[Waiting]:
     return order
 
 
+def test_what_waits_is_counted_below_at_and_above_priority_0() -> None:
+    priorities = (-7, -1, 0, 0, 0, 5)
+    jobs = [Waiting(arrival, priority=priority) for arrival, priority in enumerate(priorities)]
+    queue = queue_of(*jobs)
+    assert queue.requests_by_priority == (2, 3, 1)
+    queue.remove(jobs[0])
+    assert queue.requests_by_priority == (1, 3, 1)
+
+
 @pytest.mark.parametrize("seed", range(5))
 def test_of_one_tenant_priority_then_deadline_then_arrival_decides(seed: int) -> None:
     rng = np.random.default_rng(seed)

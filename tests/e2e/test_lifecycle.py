@@ -65,7 +65,7 @@ def serve_fake(
     return start
 
 
-async def test_every_name_is_healthy_on_both_ports(serve_fake: StartServer) -> None:
+async def test_b55_every_name_is_healthy_on_both_ports(serve_fake: StartServer) -> None:
     _, ports = serve_fake()
     for port in (ports["rpc"], ports["health"]):
         for name in (*NAMES, "liveness"):
@@ -108,7 +108,7 @@ async def test_the_metrics_port_tells_of_calls(serve_fake: StartServer) -> None:
     assert "stemserve_ready 1.0" in text
 
 
-async def test_sigterm_lets_running_streams_end_and_refuses_new_calls(
+async def test_b54_sigterm_lets_running_streams_end_and_refuses_new_calls(
     serve_fake: StartServer,
 ) -> None:
     server, ports = serve_fake()
@@ -125,7 +125,7 @@ async def test_sigterm_lets_running_streams_end_and_refuses_new_calls(
     assert await asyncio.to_thread(server.wait, 30) == 0
 
 
-async def test_a_drain_ends_at_its_limit(serve_fake: StartServer) -> None:
+async def test_b54_a_drain_ends_at_its_limit(serve_fake: StartServer) -> None:
     server, ports = serve_fake("--drain-seconds", 0.3)
     async with client_of(ports) as client:
         stream = asyncio.create_task(count_tokens(client, long_generation(4000)))
@@ -136,7 +136,7 @@ async def test_a_drain_ends_at_its_limit(serve_fake: StartServer) -> None:
     assert await asyncio.to_thread(server.wait, 30) == 0
 
 
-async def test_a_second_sigterm_ends_at_once(serve_fake: StartServer) -> None:
+async def test_b54_a_second_sigterm_ends_at_once(serve_fake: StartServer) -> None:
     server, ports = serve_fake()
     async with client_of(ports) as client:
         stream = asyncio.create_task(count_tokens(client, long_generation(4000)))
@@ -150,7 +150,7 @@ async def test_a_second_sigterm_ends_at_once(serve_fake: StartServer) -> None:
 
 
 @pytest.mark.parametrize("seed", [1, 2])
-async def test_cancelled_generations_leave_nothing_running(
+async def test_b50_cancelled_generations_leave_nothing_running(
     serve_fake: StartServer, seed: int
 ) -> None:
     """Left at any moment: before admission, in prefill, between tokens."""
@@ -170,7 +170,7 @@ async def test_cancelled_generations_leave_nothing_running(
         await client.score(["a"], LIKELIHOOD, query="q")
 
 
-async def test_a_deadline_that_passes_is_answered_as_such(serve_fake: StartServer) -> None:
+async def test_b51_a_deadline_that_passes_is_answered_as_such(serve_fake: StartServer) -> None:
     _, ports = serve_fake()
     async with client_of(ports, timeout_s=0.3) as client:
         with pytest.raises(ClientError, match="DEADLINE_EXCEEDED"):
@@ -199,7 +199,7 @@ def test_a_port_in_use_is_named(stemserve_command: Words, tiny_model: Path) -> N
             assert len(done.stderr.splitlines()) == 1, done.stderr
 
 
-def test_a_server_is_not_serving_while_the_model_loads(
+def test_b55_a_server_is_not_serving_while_the_model_loads(
     stemserve_command: Words, fake_worker: Callable[..., str], tiny_model: Path
 ) -> None:
     port = _free_port()

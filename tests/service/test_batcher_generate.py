@@ -98,7 +98,7 @@ def test_what_fits_exactly_runs(samples: int, new_tokens: int, pages: int) -> No
     rig.batcher.check_idle()
 
 
-def test_generations_that_outgrow_the_pool_give_way_and_come_back_unchanged() -> None:
+def test_b57_generations_that_outgrow_the_pool_give_way_and_come_back_unchanged() -> None:
     rig = make_rig(pages=10, slots=8)
     jobs: list[Job] = [
         generate_job(
@@ -113,7 +113,7 @@ def test_generations_that_outgrow_the_pool_give_way_and_come_back_unchanged() ->
     rig.batcher.check_idle()
 
 
-def test_salts_keep_equal_prompts_apart() -> None:
+def test_b48_salts_keep_equal_prompts_apart() -> None:
     rig = make_rig()
     job = generate_job("g", random_tokens(1, 40), max_new_tokens=2)
     salts = [b"A", b"A", b"B", b"", b""]
@@ -124,7 +124,24 @@ def test_salts_keep_equal_prompts_apart() -> None:
     assert cached == [0, 39, 0, 0, 39]
 
 
-def test_500_cancelled_generations_leave_nothing_behind() -> None:
+class SameHash(bytes):
+    """A salt whose hash is that of any other."""
+
+    def __hash__(self) -> int:
+        return 1
+
+
+def test_b48_salts_of_one_hash_are_still_apart() -> None:
+    rig = make_rig()
+    job = generate_job("g", random_tokens(1, 40), max_new_tokens=2)
+    cached = [
+        run_right(rig, replace(job, request_id=f"{n}", salt=SameHash(salt)))[0].cached_tokens
+        for n, salt in enumerate([b"A", b"A", b"B", b"A"])
+    ]
+    assert cached == [0, 39, 0, 39]
+
+
+def test_b50_500_cancelled_generations_leave_nothing_behind() -> None:
     rig = make_rig(pages=30, budget=16)
     rng = np.random.default_rng(0)
     for number in range(500):

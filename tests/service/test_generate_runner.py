@@ -173,7 +173,7 @@ async def test_b34_the_new_tokens_are_cut_to_the_models_context(
 
 
 @pytest.mark.parametrize("chunks", [0, 1, 3])
-async def test_a_client_that_leaves_closes_the_engines_stream(chunks: int) -> None:
+async def test_b50_a_client_that_leaves_closes_the_engines_stream(chunks: int) -> None:
     engine = BigramEngine(THREE_TOKENS, context_tokens=100_000)
     async with serving(engine, fixed_tokens(b"a", b"b", b"c")) as served:
         if chunks == 0:
@@ -194,7 +194,7 @@ async def test_a_client_that_leaves_closes_the_engines_stream(chunks: int) -> No
         )
 
 
-async def test_a_deadline_ends_a_stream() -> None:
+async def test_b51_a_deadline_ends_a_stream() -> None:
     engine = BigramEngine(THREE_TOKENS, context_tokens=1_000_000)
     async with serving(engine, fixed_tokens(b"a", b"b", b"c")) as served:
         call = served.channel.unary_stream(

@@ -48,23 +48,27 @@ async def probe(health: Health) -> AsyncIterator[Probe]:
     await server.stop(None)
 
 
-async def test_nothing_serves_until_services_and_worker_are_there(
+async def test_b55_nothing_serves_until_services_and_worker_are_there(
     health: Health, probe: Probe
 ) -> None:
     assert await probe.readiness() == {NOT_SERVING}
+    with pytest.raises(grpc.aio.AioRpcError, match="NOT_FOUND"):
+        await probe.check("nope")
     health.set_worker_ready(True)
     assert await probe.readiness() == {NOT_SERVING}
     health.open()
     assert await probe.readiness() == {SERVING}
 
 
-async def test_an_unknown_service_is_not_found(probe: Probe) -> None:
+async def test_b55_an_unknown_service_is_not_found(probe: Probe) -> None:
     with pytest.raises(grpc.aio.AioRpcError) as failure:
         await probe.check("nope")
     assert failure.value.code() == grpc.StatusCode.NOT_FOUND
 
 
-async def test_a_lost_worker_ends_readiness_but_not_liveness(health: Health, probe: Probe) -> None:
+async def test_b55_a_lost_worker_ends_readiness_but_not_liveness(
+    health: Health, probe: Probe
+) -> None:
     health.open()
     health.set_worker_ready(True)
     health.set_worker_ready(False)

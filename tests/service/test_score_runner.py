@@ -187,7 +187,7 @@ async def test_an_unforeseen_error_is_internal_and_the_next_call_works() -> None
         await served.client.score_tokens([ids(1, 1)], LIKELIHOOD)
 
 
-async def test_a_score_call_that_is_cancelled_leaves_the_engine() -> None:
+async def test_b50_a_score_call_that_is_cancelled_leaves_the_engine() -> None:
     async with serving(BigramEngine()) as served:
         served.engine.hold.clear()
         call = asyncio.create_task(served.client.score_tokens([ids(1, 1)], LIKELIHOOD))
@@ -202,7 +202,7 @@ async def test_a_score_call_that_is_cancelled_leaves_the_engine() -> None:
         )
 
 
-async def test_a_request_beyond_the_message_limit_is_refused_with_the_limit() -> None:
+async def test_b53_a_request_beyond_the_message_limit_is_refused_with_the_limit() -> None:
     limits = Limits(max_message_bytes=6 << 20)
     async with serving(BigramEngine(), limits=limits) as served:
         contexts = [inference_pb2.Context(tokens=blob(0))]
@@ -215,7 +215,7 @@ async def test_a_request_beyond_the_message_limit_is_refused_with_the_limit() ->
         assert not served.engine.jobs
 
 
-async def test_a_request_of_more_than_five_mebibytes_is_accepted() -> None:
+async def test_b53_a_request_of_more_than_five_mebibytes_is_accepted() -> None:
     async with serving(BigramEngine(), limits=Limits(max_request_tokens=2 << 20)) as served:
         mode = inference_pb2.LabelProbabilities(label_token_ids=[1])
         items = [ids(1), np.zeros(1_400_000, dtype=np.int32)]
@@ -224,7 +224,7 @@ async def test_a_request_of_more_than_five_mebibytes_is_accepted() -> None:
         assert scores.scores[0, 0] == pytest.approx(0.6)
 
 
-async def test_an_answer_beyond_the_message_limit_is_refused_before_any_work() -> None:
+async def test_b53_an_answer_beyond_the_message_limit_is_refused_before_any_work() -> None:
     limits = Limits(max_message_bytes=4 << 20)
     async with serving(BigramEngine(random_bigrams(2000)), limits=limits) as served:
         mode = inference_pb2.LabelProbabilities(label_token_ids=range(1000))
@@ -233,7 +233,16 @@ async def test_an_answer_beyond_the_message_limit_is_refused_before_any_work() -
         assert not served.engine.jobs
 
 
-async def test_a_deadline_that_passes_ends_the_call_and_its_job() -> None:
+async def test_b53_an_answer_beyond_the_default_limit_of_grpc_arrives() -> None:
+    """4.4 MB; the engine has 2,000 tokens."""
+    async with serving(BigramEngine(random_bigrams(2000))) as served:
+        mode = inference_pb2.LabelProbabilities(label_token_ids=range(1000))
+        scores = await served.client.score_tokens([ids(1)] * 1_100, mode)
+        assert scores.scores.shape == (1_100, 1_000)
+        assert scores.scores.nbytes > 4 << 20
+
+
+async def test_b51_a_deadline_that_passes_ends_the_call_and_its_job() -> None:
     async with serving(BigramEngine()) as served:
         served.engine.hold.clear()
         stub = served.channel.unary_unary(

@@ -28,7 +28,7 @@ def next_reply(inbox: Inbox) -> Future[Load]:
     return command.reply
 
 
-async def test_a_step_loop_that_hangs_ends_readiness_and_liveness_until_it_answers() -> None:
+async def test_b55_a_step_loop_that_hangs_ends_readiness_and_liveness_until_it_answers() -> None:
     inbox: Inbox = queue.SimpleQueue()
     serving: list[bool] = []
     health = Health([], note_serving=serving.append)

@@ -237,7 +237,7 @@ async def test_text_for_a_model_without_a_tokenizer_is_refused() -> None:
         assert refusal.value.code is grpc.StatusCode.INVALID_ARGUMENT
 
 
-async def test_an_unknown_prefix_is_not_found_and_never_an_empty_one() -> None:
+async def test_b47_an_unknown_prefix_is_not_found_and_never_an_empty_one() -> None:
     async with serving(BigramEngine()) as served:
         request = good_score()
         request.contexts[0].prefix_id = "gone"

@@ -67,7 +67,7 @@ async def test_a_worker_of_50_ms_is_never_idle_while_planning_takes_20_ms(
     assert np.quantile(between, 0.3) <= 0.055
 
 
-async def test_a_worker_killed_in_mid_step_fails_its_calls_and_is_replaced(
+async def test_b55_a_worker_killed_in_mid_step_fails_its_calls_and_is_replaced(
     fake_worker_command: Command,
 ) -> None:
     commands = [fake_worker_command("--step-seconds", 0.5), fake_worker_command()]
@@ -146,7 +146,7 @@ async def test_a_call_that_is_left_is_planned_no_more(
         assert rig.engine.running_jobs == 0
 
 
-async def test_a_deadline_ends_a_call_behind_a_long_step(fake_worker_command: Command) -> None:
+async def test_b51_a_deadline_ends_a_call_behind_a_long_step(fake_worker_command: Command) -> None:
     async with Rig([fake_worker_command("--step-seconds", 2.0)]) as rig:
         await rig.run()
         long = asyncio.create_task(rig.engine.score(score_job()))

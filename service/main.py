@@ -106,7 +106,7 @@ class _Core:
 def run(
     config: ServiceConfig, model: Path, tokenizer: Tokenizer, *, announce: Callable[[Ready], None]
 ) -> None:
-    """Returns after a drain. Raises PortInUse, or WorkerUnreachable."""
+    """Returns after a drain. Raises ConfigError, PortInUse, or WorkerUnreachable."""
     # The step loop's thread must not wait 5 ms (the default) for a busy RPC loop.
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     with suppress(Stopped):

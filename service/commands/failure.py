@@ -30,7 +30,11 @@ OTHER_PORTS = ("Method not found", "HTTP/2")
 OTHER_PORT_ADVICE = "that is not the gRPC port; the server's first line names it"
 # A TLS port hangs up on a caller in plaintext.
 HANG_UP = ("Socket closed", "Connection reset")
-HANG_UP_ADVICE = "is it a stemserve server? one with TLS needs --tls or --ca before the command"
+HANG_UP_ADVICE = (
+    "is it a stemserve server? one with TLS needs --tls or --ca before the command, one that "
+    "demands certificates --certificate and --private-key"
+)
+CERTIFICATE_ADVICE = "--certificate and --private-key give another"
 NO_TRUST = ("handshake",)
 NO_TRUST_ADVICE = (
     "--ca names who signed the server's certificate; a server that demands one of callers needs "
@@ -47,6 +51,8 @@ def fail_call(error: ClientError, server: str) -> NoReturn:
             advice = HANG_UP_ADVICE
         if any(words in error.message for words in NO_TRUST):
             advice = NO_TRUST_ADVICE
+    if error.code is grpc.StatusCode.UNAUTHENTICATED and "certificate" in error.message:
+        advice = CERTIFICATE_ADVICE
     if error.reason == "NOT_READY":
         advice = None  # the message says it
     if error.retry_after_s is not None:

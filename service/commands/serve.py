@@ -200,7 +200,7 @@ def _serve(config: ServiceConfig) -> None:
         fail(f"model {config.model!r} has no usable tokenizer: {error}")
     try:
         run(config, model, tokenizer, announce=lambda ready: print(_ready_line(ready), flush=True))
-    except (PortInUse, WorkerUnreachable) as error:
+    except (ConfigError, PortInUse, WorkerUnreachable) as error:
         fail(str(error))
 
 

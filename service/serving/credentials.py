@@ -2,13 +2,15 @@
 
 import hashlib
 import hmac
+import json
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import jwt
 from jwt.types import Options
 
 from stemserve.service.access_config import AuthConfig, JwtConfig, TenantConfig
+from stemserve.service.config_error import ConfigError
 from stemserve.service.errors import Unauthenticated
 from stemserve.service.metrics import AUTH_FAILURES
 from stemserve.service.serving.watched_file import WatchedFile
@@ -73,10 +75,13 @@ class TokenHolders:
 
     def __init__(self, config: JwtConfig, tenants: Tenants) -> None:
         if config.jwks is None:
-            raise ValueError("tokens need the issuer's keys")
+            raise ConfigError("tokens need the issuer's keys, auth.jwt.jwks")
         self._config = config
         self._tenants = tenants
-        self._keys = WatchedFile(config.jwks, parse=jwt.PyJWKSet.from_json)
+        try:
+            self._keys = WatchedFile(config.jwks, parse=_key_set)
+        except (OSError, ValueError, jwt.PyJWTError) as error:
+            raise ConfigError(f"auth.jwt.jwks {config.jwks} is no set of keys: {error}") from error
 
     def __call__(self, presented: Presented) -> str:
         claims = self._claims(bearer(presented))
@@ -141,6 +146,14 @@ class CertificateHolders:
         if len(found) != 1:
             raise Unauthenticated("the certificate is of no tenant here", reason=UNKNOWN_TENANT)
         return found.pop()
+
+
+def _key_set(text: str) -> jwt.PyJWKSet:
+    """Raises ValueError or PyJWTError."""
+    found: Any = json.loads(text)
+    if not isinstance(found, dict):
+        raise ValueError("it is not a JSON object")
+    return jwt.PyJWKSet.from_dict(cast(dict[str, Any], found))
 
 
 def bearer(presented: Presented) -> str:

@@ -113,3 +113,22 @@ def test_every_key_is_printed() -> None:
         name = key.rpartition(".")[2]
         assert f"{name} = " in text or f"# {name}" in text
     assert tables["server"]["port"] == 50051
+
+
+def test_a_tenant_without_settings_of_its_own_is_there(tmp_path: Path) -> None:
+    jwks = tmp_path / "jwks.json"
+    jwks.write_text("{}")
+    file = tmp_path / "settings.toml"
+    file.write_text(
+        f'''
+        [auth]
+        mode = "jwt"
+        jwt = {{jwks = "{jwks}", issuer = "us", audience = "stemserve"}}
+        [tenants.mail]
+        [server]
+        '''
+    )
+    environment = {"STEMSERVE__SERVER__PORT": "7"}
+    settings = read_settings(file=file, environment=environment, flags={})
+    assert settings.config.tenants.keys() == {"mail"}
+    assert settings.config.server.port == 7

@@ -21,6 +21,10 @@ from stemserve.service.access_config import AuthConfig, JwtConfig, TenantConfig,
 from stemserve.service.client import Client
 from stemserve.service.client_channel import Access
 from stemserve.service.client_errors import ClientError
+from stemserve.service.config_error import ConfigError
+from stemserve.service.serving.credentials import identification
+from stemserve.service.serving.tls import server_credentials
+from stemserve.service.serving.watched_file import CHECK_S
 
 MODE = inference_pb2.LogLikelihood()
 TENANTS = {"mail": TenantConfig(), "search": TenantConfig()}
@@ -184,3 +188,54 @@ async def test_a_new_certificate_is_shown_without_a_restart(tmp_path: Path) -> N
         second.issue("server", x509.DNSName("localhost"))
         async with Client(served.target, access=Access(ca=second.certificate)) as client:
             await until_answered(client)
+
+
+@pytest.mark.parametrize("content", ["", "[]", "{}", '{"keys": []}', '{"keys": [{"kty": "RSA"}]}'])
+def test_a_server_does_not_start_without_keys_of_the_issuer(tmp_path: Path, content: str) -> None:
+    issuer = Issuer(tmp_path)
+    issuer.jwks.write_text(content)
+    with pytest.raises(ConfigError, match="jwks.json is no set of keys"):
+        identification(issuer.config, TENANTS)
+
+
+def test_a_server_does_not_start_with_files_that_are_no_certificates(tmp_path: Path) -> None:
+    authority = Authority(tmp_path)
+    mine, other = authority.issue("mine"), authority.issue("other")
+    files = {"certificate": mine.certificate, "private_key": mine.private_key}
+    assert server_credentials(TlsConfig(**files, client_ca=authority.certificate)) is not None
+    binary, empty = tmp_path / "binary", tmp_path / "empty"
+    binary.write_bytes(b"\x30\x82\xff")
+    empty.write_text("")
+    for wrong in (
+        {"certificate": binary},
+        {"certificate": empty},
+        {"private_key": other.private_key},
+        {"private_key": mine.certificate},
+        {"client_ca": empty},
+        {"client_ca": binary},
+    ):
+        with pytest.raises(ConfigError, match=f"tls.*{next(iter(wrong.values())).name}"):
+            server_credentials(TlsConfig(**{**files, **wrong}))
+
+
+async def test_an_authority_that_is_half_written_is_not_put_in_force(tmp_path: Path) -> None:
+    authority = Authority(tmp_path)
+    server = authority.issue("localhost", x509.DNSName("localhost"))
+    caller = authority.issue("mail", x509.DNSName("mail.example"))
+    tls = TlsConfig(
+        certificate=server.certificate,
+        private_key=server.private_key,
+        client_ca=authority.certificate,
+    )
+    access = Access(
+        ca=tmp_path / "copy.pem", certificate=caller.certificate, private_key=caller.private_key
+    )
+    (tmp_path / "copy.pem").write_bytes(authority.certificate.read_bytes())
+    tenants = {"mail": TenantConfig(subjects=("mail.example",))}
+    auth = AuthConfig(mode="mtls")
+    async with serving(byte_engine(), auth=auth, tls=tls, tenants=tenants) as served:
+        authority.certificate.write_text("")
+        await asyncio.sleep(CHECK_S)
+        port = served.target.rpartition(":")[2]
+        async with Client(f"localhost:{port}", access=access) as client:
+            await client.score(["a"], MODE, query="q")

@@ -131,10 +131,9 @@ def _leaves(tree: Tree, path: str = "") -> list[tuple[str, Any]]:
     leaves: list[tuple[str, Any]] = []
     for name, value in tree.items():
         key = f"{path}.{name}" if path else name
-        if isinstance(value, dict) and value:  # an empty table may be all that a tenant has
-            leaves += _leaves(cast(Tree, value), key)
-        else:
-            leaves.append((key, value))
+        below = _leaves(cast(Tree, value), key) if isinstance(value, dict) else []
+        # An empty table may be all that a tenant has.
+        leaves += below or [(key, value)]
     return leaves
 
 

@@ -17,6 +17,8 @@ from stemserve.service.limits import Limits
 from stemserve.service.request import WorkerFacts
 
 DEFAULT_NEW_TOKENS = 128
+TOKEN_ANSWER_BYTES = 64  # of a new token in an answer, its text included
+TOP_BYTES = 16  # of each of its likeliest tokens
 
 
 def check_generate(
@@ -29,6 +31,7 @@ def check_generate(
     check_characters(len(request.prompt.text), limits)
     check_tokens("prompt", len(request.prompt.tokens) // TOKEN_BYTES, limits)
     _check_counts(request, limits, facts)
+    _check_ids(request, facts)
     _check_stops(request, limits)
     _check_sampling(request.sampling)
 
@@ -58,6 +61,20 @@ def _check_counts(
         )
     limit = min(limits.max_top_logprobs, facts.vocab_size)
     check_count("top_logprobs", request.top_logprobs, "max_top_logprobs", limit)
+    step_bytes = sample_count(request) * (TOKEN_ANSWER_BYTES + request.top_logprobs * TOP_BYTES)
+    allowed = limits.max_message_bytes
+    check_count("n", step_bytes, "max_message_bytes, for the answer of one step", allowed)
+
+
+def _check_ids(request: inference_pb2.GenerateRequest, facts: WorkerFacts) -> None:
+    """Before arrays are made of them: more ids than there are tokens only repeat themselves."""
+    counts = {
+        "stop_token_ids": len(request.stop_token_ids),
+        "sampling.logit_bias": len(request.sampling.logit_bias),
+        "sampling.banned_token_ids": len(request.sampling.banned_token_ids),
+    }
+    for field, count in counts.items():
+        check_count(field, count, "the model's vocabulary", facts.vocab_size)
 
 
 def _check_stops(request: inference_pb2.GenerateRequest, limits: Limits) -> None:

@@ -64,12 +64,14 @@ class PrefixesServicer(prefixes_pb2_grpc.PrefixesServicer):
     async def Get(
         self, request: prefixes_pb2.GetRequest, context: Context
     ) -> prefixes_pb2.GetResponse:
+        check_id("prefix_id", request.prefix_id)
         prefix = self._registry.get(current_caller().tenant, request.prefix_id)
         return prefixes_pb2.GetResponse(prefix=await self._message(prefix))
 
     async def List(
         self, request: prefixes_pb2.ListRequest, context: Context
     ) -> prefixes_pb2.ListResponse:
+        check_id("page_token", request.page_token)
         size = min(request.page_size or DEFAULT_PAGE, LARGEST_PAGE)
         tenant = current_caller().tenant
         page = self._registry.page(tenant, after=request.page_token, count=size + 1)
@@ -82,6 +84,7 @@ class PrefixesServicer(prefixes_pb2_grpc.PrefixesServicer):
     async def Renew(
         self, request: prefixes_pb2.RenewRequest, context: Context
     ) -> prefixes_pb2.RenewResponse:
+        check_id("prefix_id", request.prefix_id)
         _check_ttl(request.ttl_seconds)
         tenant = current_caller().tenant
         prefix = self._registry.renew(tenant, request.prefix_id, ttl_s=request.ttl_seconds)
@@ -90,6 +93,7 @@ class PrefixesServicer(prefixes_pb2_grpc.PrefixesServicer):
     async def Release(
         self, request: prefixes_pb2.ReleaseRequest, context: Context
     ) -> prefixes_pb2.ReleaseResponse:
+        check_id("prefix_id", request.prefix_id)
         self._registry.release(current_caller().tenant, request.prefix_id)
         await self._keeper.let_go()
         return prefixes_pb2.ReleaseResponse()

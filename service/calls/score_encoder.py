@@ -11,6 +11,7 @@ from stemserve.service.caller import Caller
 from stemserve.service.calls.context_encoder import NO_TOKENS, ContextEncoder
 from stemserve.service.calls.score_call import Problem, ScoreCall
 from stemserve.service.calls.validation import (
+    check_answer,
     check_count,
     check_priority,
     check_score,
@@ -56,6 +57,7 @@ class ScoreEncoder:
             item_context[:] = request.item_context
         tokens = len(items.tokens) + len(query) * len(items)
         check_tokens("items", tokens, self._limits)
+        check_answer(request, self._limits, self._facts, item_tokens=len(items.tokens))
         call = ScoreCall(
             request=request,
             caller=caller,

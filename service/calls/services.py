@@ -70,7 +70,7 @@ class Services:
         )
         registry = PrefixRegistry(bounds, clock=time.monotonic)
         pool = TokenizerPool(tokenizer, executor, long_executor=long_executor)
-        contexts = ContextEncoder(pool, registry, vocab_size=facts.vocab_size)
+        contexts = ContextEncoder(pool, registry, vocab_size=facts.vocab_size, limits=limits)
         score = ScoreRunner(ScoreEncoder(contexts, pool, limits, facts), engine, metrics)
         generate = GenerateRunner(
             GenerateEncoder(contexts, tokenizer.eos_ids, limits, facts),

@@ -26,7 +26,7 @@ def check_score(request: inference_pb2.ScoreRequest, limits: Limits, facts: Work
     check_characters(_characters(contexts, request.items, labels.labels, [request.query]), limits)
     blobs = [context.tokens for context in request.contexts] + [request.item_tokens.tokens]
     check_tokens("item_tokens", sum(map(len, blobs)) // TOKEN_BYTES, limits)
-    _check_answer(request, limits, facts)
+    check_answer(request, limits, facts)
 
 
 def item_count(request: inference_pb2.ScoreRequest) -> int:
@@ -154,7 +154,14 @@ def _check_labels(labels: inference_pb2.LabelProbabilities, limits: Limits) -> N
         raise InvalidRequest(f"{field}.temperature", "has no effect without apply_softmax")
 
 
-def _check_answer(request: inference_pb2.ScoreRequest, limits: Limits, facts: WorkerFacts) -> None:
+def check_answer(
+    request: inference_pb2.ScoreRequest,
+    limits: Limits,
+    facts: WorkerFacts,
+    *,
+    item_tokens: int = 0,
+) -> None:
+    """`item_tokens` of all items, once they are known."""
     columns = max(label_count(request.label_probabilities), 1)
     if request.WhichOneof("mode") == "label_probabilities" and not label_count(
         request.label_probabilities
@@ -164,6 +171,8 @@ def _check_answer(request: inference_pb2.ScoreRequest, limits: Limits, facts: Wo
         columns = len(facts.class_labels)
     rows = min(request.top_n or item_count(request), item_count(request))
     answer_bytes = rows * (columns + 2) * FLOAT_BYTES
+    if request.log_likelihood.token_logprobs:
+        answer_bytes += item_tokens * FLOAT_BYTES
     if answer_bytes > limits.max_message_bytes:
         raise InvalidRequest(
             "items",

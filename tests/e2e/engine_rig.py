@@ -248,7 +248,7 @@ class EngineRig:
         self._executor = ThreadPoolExecutor(1)
         pool = TokenizerPool(tokenizer, self._executor, long_executor=self._executor)
         prefixes = PrefixRegistry(RegistryBounds(), clock=time.monotonic)
-        contexts = ContextEncoder(pool, prefixes, vocab_size=facts.vocab_size)
+        contexts = ContextEncoder(pool, prefixes, vocab_size=facts.vocab_size, limits=limits)
         self._score = ScoreRunner(ScoreEncoder(contexts, pool, limits, facts), self.engine, metrics)
         self._generate = GenerateRunner(
             GenerateEncoder(contexts, tokenizer.eos_ids, limits, facts),

@@ -90,7 +90,7 @@ class TenantConfig:
 
     key_sha256: tuple[str, ...] = ()  # of its keys, in hex; several while one is replaced
     subjects: tuple[str, ...] = ()  # DNS or URI names in its client certificates
-    group: str = ""  # tenants of one sharing group share cached prefixes; empty: its own
+    group: str = ""  # sharing group: its tenants share what they register as shared; empty: none
     weight: float = 1.0  # share of the engine beside other tenants that wait
     max_priority: int = 0  # of its calls: those of higher priority go before all shares
     requests_per_second: float = 0.0

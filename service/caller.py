@@ -10,6 +10,8 @@ from dataclasses import dataclass
 class Caller:
     tenant: str  # empty where callers have no identity
     salt: bytes  # of the prefix tree: callers share cached pages only under one salt
+    group: str = ""  # tenants of one sharing group share the prefixes that they register as shared
+    group_salt: bytes = b""  # of their full pages
     max_prefix_bytes: int = 0  # of KV that its registered prefixes take; 0: no limit
     max_priority: int | None = None  # of its calls; None: no limit
 
@@ -29,7 +31,7 @@ def set_caller(caller: Caller) -> None:
     _caller.set(caller)
 
 
-def group_salt(server_key: bytes, group: str) -> bytes:
+def salt_of(server_key: bytes, owner: str) -> bytes:
     """[32] bytes. Made here from a secret and never taken from a request, so that no client can
     name another's salt (vLLM's CVE-2025-46570 is what a guessable one allows)."""
-    return hmac.digest(server_key, group.encode(), hashlib.sha256)
+    return hmac.digest(server_key, owner.encode(), hashlib.sha256)

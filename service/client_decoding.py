@@ -95,6 +95,7 @@ def prefix(message: prefixes_pb2.Prefix) -> Prefix:
         token_count=message.token_count,
         resident_tokens=message.resident_tokens,
         pinned=message.pinned,
+        shared=message.shared,
         ttl_seconds=message.ttl_seconds,
         expires_unix_seconds=message.expires_unix_seconds,
     )

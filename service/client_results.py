@@ -78,5 +78,6 @@ class Prefix:
     token_count: int
     resident_tokens: int
     pinned: bool
+    shared: bool  # with the tenant's sharing group
     ttl_seconds: float  # 0: no expiry
     expires_unix_seconds: float  # 0: never

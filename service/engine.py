@@ -10,6 +10,7 @@ from stemserve.service.request import (
     Int32,
     Job,
     Load,
+    Realm,
     ScoreJob,
     ScorePart,
     ScoreResult,
@@ -56,7 +57,7 @@ class Engine(Protocol):
 
     async def load(self) -> Load: ...
 
-    async def pin(self, key: str, tokens: Int32, salt: bytes) -> int:
+    async def pin(self, key: str, tokens: Int32, realm: Realm) -> int:
         """Keep what is computed of a sequence in the cache, until `unpin` or a new worker.
 
         Returns how many leading tokens that are. Raises QuotaExceeded, NotReady.
@@ -67,6 +68,6 @@ class Engine(Protocol):
         """Raises NotReady: then nothing is pinned any more."""
         ...
 
-    async def resident_tokens(self, tokens: Int32, salt: bytes) -> int:
+    async def resident_tokens(self, tokens: Int32, realm: Realm) -> int:
         """How many leading tokens of the sequence are in the KV cache."""
         ...

@@ -5,6 +5,7 @@ RequestError
 ├── InvalidRequest        a field is wrong; the caller must change the request
 ├── PrefixNotFound        unknown, expired or released prefix id
 ├── PrefixExists          the asked-for id names other content
+├── NotPrefixOwner        a shared prefix that other tenants of the group registered
 ├── PrefixesFull          the registry has no room for another prefix
 ├── WrongModelKind        the model has no such head
 ├── QueueFull             retry later
@@ -47,6 +48,14 @@ class PrefixExists(RequestError):
     def __init__(self, prefix_id: str) -> None:
         super().__init__(
             f"prefix {prefix_id!r} exists with other content; release it or use another id"
+        )
+
+
+class NotPrefixOwner(RequestError):
+    def __init__(self, prefix_id: str) -> None:
+        super().__init__(
+            f"prefix {prefix_id!r} is shared by tenants who registered it; only they may renew or "
+            "release it"
         )
 
 
@@ -96,6 +105,7 @@ STATUS: Mapping[type[RequestError], grpc.StatusCode] = {
     InvalidRequest: grpc.StatusCode.INVALID_ARGUMENT,
     PrefixNotFound: grpc.StatusCode.NOT_FOUND,
     PrefixExists: grpc.StatusCode.ALREADY_EXISTS,
+    NotPrefixOwner: grpc.StatusCode.PERMISSION_DENIED,
     PrefixesFull: grpc.StatusCode.RESOURCE_EXHAUSTED,
     WrongModelKind: grpc.StatusCode.UNIMPLEMENTED,
     QueueFull: grpc.StatusCode.RESOURCE_EXHAUSTED,

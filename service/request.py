@@ -10,6 +10,25 @@ Float32 = NDArray[np.float32]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Trunk:
+    """The leading tokens of a sequence whose full pages the tenants of a sharing group share."""
+
+    salt: bytes  # the group's
+    tokens: int
+
+
+NO_TRUNK = Trunk(salt=b"", tokens=0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Realm:
+    """Where a sequence's pages belong: sequences share pages only where they belong alike."""
+
+    salt: bytes = b""  # of the tenant: of all pages behind the trunk, its partial last one too
+    trunk: Trunk = NO_TRUNK
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ScoreJob:
     """Read-outs of many token sequences ("units") that continue a few contexts.
 
@@ -32,10 +51,14 @@ class ScoreJob:
     priority: int = 0  # higher first
     deadline: float | None = None  # time.monotonic() value
     salt: bytes = b""  # of the prefix tree: jobs share pages only under one salt
+    trunks: tuple[Trunk, ...] = ()  # of the contexts; empty: they have none
     tenant: str = ""
     kernel: int = 0  # proto Kernel; 0: the cost model chooses
     partial: bool = False  # at the deadline, answer with what is read
     parts: bool = False  # tell of units as they are read, in ScoreParts before the result
+
+    def realm(self, context: int) -> Realm:
+        return Realm(salt=self.salt, trunk=self.trunks[context] if self.trunks else NO_TRUNK)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,11 +87,23 @@ class GenerateJob:
     priority: int = 0
     deadline: float | None = None
     salt: bytes = b""
+    trunk: Trunk = NO_TRUNK
     tenant: str = ""
     kernel: int = 0
 
+    @property
+    def realm(self) -> Realm:
+        return Realm(salt=self.salt, trunk=self.trunk)
+
 
 Job = ScoreJob | GenerateJob
+
+
+def stored_sequences(job: Job) -> list[tuple[Int32, Realm]]:
+    """What the job has in pages, and where they belong."""
+    if isinstance(job, GenerateJob):
+        return [(job.prompt, job.realm)]
+    return [(tokens, job.realm(index)) for index, tokens in enumerate(job.contexts)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

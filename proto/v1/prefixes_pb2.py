@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n!stemserve/proto/v1/prefixes.proto\x12\x0cstemserve.v1\"\xa6\x01\n\x06Prefix\x12\x11\n\tprefix_id\x18\x01 \x01(\t\x12\x18\n\x10parent_prefix_id\x18\x02 \x01(\t\x12\x13\n\x0btoken_count\x18\x03 \x01(\r\x12\x17\n\x0fresident_tokens\x18\x04 \x01(\r\x12\x13\n\x0bttl_seconds\x18\x05 \x01(\x01\x12\x1c\n\x14\x65xpires_unix_seconds\x18\x06 \x01(\x01\x12\x0e\n\x06pinned\x18\x07 \x01(\x08\"\x9b\x01\n\x0fRegisterRequest\x12\x0e\n\x04text\x18\x01 \x01(\tH\x00\x12\x10\n\x06tokens\x18\x02 \x01(\x0cH\x00\x12\x18\n\x10parent_prefix_id\x18\x03 \x01(\t\x12\x13\n\x0bttl_seconds\x18\x04 \x01(\x01\x12\x0c\n\x04warm\x18\x05 \x01(\x08\x12\x11\n\tprefix_id\x18\x06 \x01(\t\x12\x0b\n\x03pin\x18\x07 \x01(\x08\x42\t\n\x07\x63ontent\"8\n\x10RegisterResponse\x12$\n\x06prefix\x18\x01 \x01(\x0b\x32\x14.stemserve.v1.Prefix\"\x1f\n\nGetRequest\x12\x11\n\tprefix_id\x18\x01 \x01(\t\"3\n\x0bGetResponse\x12$\n\x06prefix\x18\x01 \x01(\x0b\x32\x14.stemserve.v1.Prefix\"4\n\x0bListRequest\x12\x11\n\tpage_size\x18\x01 \x01(\r\x12\x12\n\npage_token\x18\x02 \x01(\t\"O\n\x0cListResponse\x12&\n\x08prefixes\x18\x01 \x03(\x0b\x32\x14.stemserve.v1.Prefix\x12\x17\n\x0fnext_page_token\x18\x02 \x01(\t\"6\n\x0cRenewRequest\x12\x11\n\tprefix_id\x18\x01 \x01(\t\x12\x13\n\x0bttl_seconds\x18\x02 \x01(\x01\"5\n\rRenewResponse\x12$\n\x06prefix\x18\x01 \x01(\x0b\x32\x14.stemserve.v1.Prefix\"#\n\x0eReleaseRequest\x12\x11\n\tprefix_id\x18\x01 \x01(\t\"\x11\n\x0fReleaseResponse2\xda\x02\n\x08Prefixes\x12I\n\x08Register\x12\x1d.stemserve.v1.RegisterRequest\x1a\x1e.stemserve.v1.RegisterResponse\x12:\n\x03Get\x12\x18.stemserve.v1.GetRequest\x1a\x19.stemserve.v1.GetResponse\x12=\n\x04List\x12\x19.stemserve.v1.ListRequest\x1a\x1a.stemserve.v1.ListResponse\x12@\n\x05Renew\x12\x1a.stemserve.v1.RenewRequest\x1a\x1b.stemserve.v1.RenewResponse\x12\x46\n\x07Release\x12\x1c.stemserve.v1.ReleaseRequest\x1a\x1d.stemserve.v1.ReleaseResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n!stemserve/proto/v1/prefixes.proto\x12\x0cstemserve.v1\"\xb6\x01\n\x06Prefix\x12\x11\n\tprefix_id\x18\x01 \x01(\t\x12\x18\n\x10parent_prefix_id\x18\x02 \x01(\t\x12\x13\n\x0btoken_count\x18\x03 \x01(\r\x12\x17\n\x0fresident_tokens\x18\x04 \x01(\r\x12\x13\n\x0bttl_seconds\x18\x05 \x01(\x01\x12\x1c\n\x14\x65xpires_unix_seconds\x18\x06 \x01(\x01\x12\x0e\n\x06pinned\x18\x07 \x01(\x08\x12\x0e\n\x06shared\x18\x08 \x01(\x08\"\xab\x01\n\x0fRegisterRequest\x12\x0e\n\x04text\x18\x01 \x01(\tH\x00\x12\x10\n\x06tokens\x18\x02 \x01(\x0cH\x00\x12\x18\n\x10parent_prefix_id\x18\x03 \x01(\t\x12\x13\n\x0bttl_seconds\x18\x04 \x01(\x01\x12\x0c\n\x04warm\x18\x05 \x01(\x08\x12\x11\n\tprefix_id\x18\x06 \x01(\t\x12\x0b\n\x03pin\x18\x07 \x01(\x08\x12\x0e\n\x06shared\x18\x08 \x01(\x08\x42\t\n\x07\x63ontent\"8\n\x10RegisterResponse\x12$\n\x06prefix\x18\x01 \x01(\x0b\x32\x14.stemserve.v1.Prefix\"\x1f\n\nGetRequest\x12\x11\n\tprefix_id\x18\x01 \x01(\t\"3\n\x0bGetResponse\x12$\n\x06prefix\x18\x01 \x01(\x0b\x32\x14.stemserve.v1.Prefix\"4\n\x0bListRequest\x12\x11\n\tpage_size\x18\x01 \x01(\r\x12\x12\n\npage_token\x18\x02 \x01(\t\"O\n\x0cListResponse\x12&\n\x08prefixes\x18\x01 \x03(\x0b\x32\x14.stemserve.v1.Prefix\x12\x17\n\x0fnext_page_token\x18\x02 \x01(\t\"6\n\x0cRenewRequest\x12\x11\n\tprefix_id\x18\x01 \x01(\t\x12\x13\n\x0bttl_seconds\x18\x02 \x01(\x01\"5\n\rRenewResponse\x12$\n\x06prefix\x18\x01 \x01(\x0b\x32\x14.stemserve.v1.Prefix\"#\n\x0eReleaseRequest\x12\x11\n\tprefix_id\x18\x01 \x01(\t\"\x11\n\x0fReleaseResponse2\xda\x02\n\x08Prefixes\x12I\n\x08Register\x12\x1d.stemserve.v1.RegisterRequest\x1a\x1e.stemserve.v1.RegisterResponse\x12:\n\x03Get\x12\x18.stemserve.v1.GetRequest\x1a\x19.stemserve.v1.GetResponse\x12=\n\x04List\x12\x19.stemserve.v1.ListRequest\x1a\x1a.stemserve.v1.ListResponse\x12@\n\x05Renew\x12\x1a.stemserve.v1.RenewRequest\x1a\x1b.stemserve.v1.RenewResponse\x12\x46\n\x07Release\x12\x1c.stemserve.v1.ReleaseRequest\x1a\x1d.stemserve.v1.ReleaseResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -32,27 +32,27 @@ _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'stemserve.proto.v1.prefixes
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_PREFIX']._serialized_start=52
-  _globals['_PREFIX']._serialized_end=218
-  _globals['_REGISTERREQUEST']._serialized_start=221
-  _globals['_REGISTERREQUEST']._serialized_end=376
-  _globals['_REGISTERRESPONSE']._serialized_start=378
-  _globals['_REGISTERRESPONSE']._serialized_end=434
-  _globals['_GETREQUEST']._serialized_start=436
-  _globals['_GETREQUEST']._serialized_end=467
-  _globals['_GETRESPONSE']._serialized_start=469
-  _globals['_GETRESPONSE']._serialized_end=520
-  _globals['_LISTREQUEST']._serialized_start=522
-  _globals['_LISTREQUEST']._serialized_end=574
-  _globals['_LISTRESPONSE']._serialized_start=576
-  _globals['_LISTRESPONSE']._serialized_end=655
-  _globals['_RENEWREQUEST']._serialized_start=657
-  _globals['_RENEWREQUEST']._serialized_end=711
-  _globals['_RENEWRESPONSE']._serialized_start=713
-  _globals['_RENEWRESPONSE']._serialized_end=766
-  _globals['_RELEASEREQUEST']._serialized_start=768
-  _globals['_RELEASEREQUEST']._serialized_end=803
-  _globals['_RELEASERESPONSE']._serialized_start=805
-  _globals['_RELEASERESPONSE']._serialized_end=822
-  _globals['_PREFIXES']._serialized_start=825
-  _globals['_PREFIXES']._serialized_end=1171
+  _globals['_PREFIX']._serialized_end=234
+  _globals['_REGISTERREQUEST']._serialized_start=237
+  _globals['_REGISTERREQUEST']._serialized_end=408
+  _globals['_REGISTERRESPONSE']._serialized_start=410
+  _globals['_REGISTERRESPONSE']._serialized_end=466
+  _globals['_GETREQUEST']._serialized_start=468
+  _globals['_GETREQUEST']._serialized_end=499
+  _globals['_GETRESPONSE']._serialized_start=501
+  _globals['_GETRESPONSE']._serialized_end=552
+  _globals['_LISTREQUEST']._serialized_start=554
+  _globals['_LISTREQUEST']._serialized_end=606
+  _globals['_LISTRESPONSE']._serialized_start=608
+  _globals['_LISTRESPONSE']._serialized_end=687
+  _globals['_RENEWREQUEST']._serialized_start=689
+  _globals['_RENEWREQUEST']._serialized_end=743
+  _globals['_RENEWRESPONSE']._serialized_start=745
+  _globals['_RENEWRESPONSE']._serialized_end=798
+  _globals['_RELEASEREQUEST']._serialized_start=800
+  _globals['_RELEASEREQUEST']._serialized_end=835
+  _globals['_RELEASERESPONSE']._serialized_start=837
+  _globals['_RELEASERESPONSE']._serialized_end=854
+  _globals['_PREFIXES']._serialized_start=857
+  _globals['_PREFIXES']._serialized_end=1203
 # @@protoc_insertion_point(module_scope)

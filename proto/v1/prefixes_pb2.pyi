@@ -29,6 +29,7 @@ class Prefix(google.protobuf.message.Message):
     TTL_SECONDS_FIELD_NUMBER: builtins.int
     EXPIRES_UNIX_SECONDS_FIELD_NUMBER: builtins.int
     PINNED_FIELD_NUMBER: builtins.int
+    SHARED_FIELD_NUMBER: builtins.int
     prefix_id: builtins.str
     parent_prefix_id: builtins.str
     token_count: builtins.int
@@ -40,6 +41,8 @@ class Prefix(google.protobuf.message.Message):
     expires_unix_seconds: builtins.float
     """0: never"""
     pinned: builtins.bool
+    shared: builtins.bool
+    """with the sharing group of the tenant that registered it"""
     def __init__(
         self,
         *,
@@ -50,8 +53,9 @@ class Prefix(google.protobuf.message.Message):
         ttl_seconds: builtins.float = ...,
         expires_unix_seconds: builtins.float = ...,
         pinned: builtins.bool = ...,
+        shared: builtins.bool = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["expires_unix_seconds", b"expires_unix_seconds", "parent_prefix_id", b"parent_prefix_id", "pinned", b"pinned", "prefix_id", b"prefix_id", "resident_tokens", b"resident_tokens", "token_count", b"token_count", "ttl_seconds", b"ttl_seconds"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["expires_unix_seconds", b"expires_unix_seconds", "parent_prefix_id", b"parent_prefix_id", "pinned", b"pinned", "prefix_id", b"prefix_id", "resident_tokens", b"resident_tokens", "shared", b"shared", "token_count", b"token_count", "ttl_seconds", b"ttl_seconds"]) -> None: ...
 
 Global___Prefix: typing_extensions.TypeAlias = Prefix
 
@@ -66,6 +70,7 @@ class RegisterRequest(google.protobuf.message.Message):
     WARM_FIELD_NUMBER: builtins.int
     PREFIX_ID_FIELD_NUMBER: builtins.int
     PIN_FIELD_NUMBER: builtins.int
+    SHARED_FIELD_NUMBER: builtins.int
     text: builtins.str
     tokens: builtins.bytes
     """little-endian uint32 token ids"""
@@ -81,6 +86,11 @@ class RegisterRequest(google.protobuf.message.Message):
     """Warm, and keep the KV in the cache until the prefix is released or expires. All pins together may
     hold half of the cache: more is RESOURCE_EXHAUSTED.
     """
+    shared: builtins.bool
+    """Tenants of the caller's sharing group may get, list and use the prefix too, and share the KV of its full pages; only those who
+    registered it may renew and release it. What continues it stays the own of each tenant. The parent must be shared too; a tenant
+    without a sharing group is refused.
+    """
     def __init__(
         self,
         *,
@@ -91,9 +101,10 @@ class RegisterRequest(google.protobuf.message.Message):
         warm: builtins.bool = ...,
         prefix_id: builtins.str = ...,
         pin: builtins.bool = ...,
+        shared: builtins.bool = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["content", b"content", "text", b"text", "tokens", b"tokens"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["content", b"content", "parent_prefix_id", b"parent_prefix_id", "pin", b"pin", "prefix_id", b"prefix_id", "text", b"text", "tokens", b"tokens", "ttl_seconds", b"ttl_seconds", "warm", b"warm"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["content", b"content", "parent_prefix_id", b"parent_prefix_id", "pin", b"pin", "prefix_id", b"prefix_id", "shared", b"shared", "text", b"text", "tokens", b"tokens", "ttl_seconds", b"ttl_seconds", "warm", b"warm"]) -> None: ...
     def WhichOneof(self, oneof_group: typing.Literal["content", b"content"]) -> typing.Literal["text", "tokens"] | None: ...
 
 Global___RegisterRequest: typing_extensions.TypeAlias = RegisterRequest

@@ -25,7 +25,16 @@ from stemserve.service.batching.step_failure import undo_step
 from stemserve.service.batching.step_outputs import StepOutputs, read_outputs
 from stemserve.service.batching.step_planner import StepPlanner
 from stemserve.service.errors import EngineFault, InvalidRequest
-from stemserve.service.request import Event, GenerateChunk, Int32, Job, JobFailed, Load, WorkerFacts
+from stemserve.service.request import (
+    Event,
+    GenerateChunk,
+    Int32,
+    Job,
+    JobFailed,
+    Load,
+    Realm,
+    WorkerFacts,
+)
 
 SPARE_DEADLINES = 64  # of jobs that have ended, kept beside those of live ones
 
@@ -171,16 +180,16 @@ class Batcher:
             used_pages=self._cache.allocator.num_pages - free - cached,
         )
 
-    def resident_tokens(self, tokens: Int32, salt: bytes) -> int:
-        return self._cache.resident_tokens(tokens, salt)
+    def resident_tokens(self, tokens: Int32, realm: Realm) -> int:
+        return self._cache.resident_tokens(tokens, realm)
 
-    def pin(self, key: str, tokens: Int32, salt: bytes) -> int:
+    def pin(self, key: str, tokens: Int32, realm: Realm) -> int:
         """Keep what is computed of a sequence in the cache; returns how many tokens that are.
 
         Raises QuotaExceeded. The pin ends with `unpin`, or with the worker.
         """
         largest = max((job.pages for job in self._jobs.live()), default=0)
-        return self._pins.pin(key, tokens, salt, largest_job=largest)
+        return self._pins.pin(key, tokens, realm, largest_job=largest)
 
     def unpin(self, key: str) -> None:
         self._pins.unpin(key)

@@ -1,6 +1,6 @@
 """The steps that a job would take if nothing else ran, planned by a batcher of its own."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Protocol
 
 import numpy as np
@@ -9,7 +9,7 @@ from stemserve.proto.v1 import worker_pb2
 from stemserve.service.batching.kv_cache import KvCache
 from stemserve.service.batching.plan_arrays import pack_float32, pack_int32, unpack_int32
 from stemserve.service.batching.step_builder import StepBuilder
-from stemserve.service.request import Event, GenerateJob, Int32, Job, ScoreJob
+from stemserve.service.request import Event, GenerateJob, Int32, Job, stored_sequences
 
 # A plan, and for each node of its forest how many of its tokens are in the cache.
 ExplainedPlan = tuple[worker_pb2.StepPlan, Int32]
@@ -20,17 +20,12 @@ class PlanningBatcher(Protocol):
     def apply(self, result: worker_pb2.StepResult) -> list[Event]: ...
 
 
-def stored_sequences(job: Job) -> Sequence[Int32]:
-    return job.contexts if isinstance(job, ScoreJob) else [job.prompt]
-
-
 def copy_residents(job: Job, source: KvCache, target: KvCache) -> Int32:
     """Put what `source` holds of the job's contexts into `target`; returns tokens by page."""
-    salt = job.salt
-    for tokens in stored_sequences(job):
-        resident = tokens[: source.resident_tokens(tokens, salt)]
+    for tokens, realm in stored_sequences(job):
+        resident = tokens[: source.resident_tokens(tokens, realm)]
         step = StepBuilder(0, page_size=target.page_size, max_rows=0)
-        chain = target.acquire(resident, salt, step, own_tail=True) if len(resident) else None
+        chain = target.acquire(resident, realm, step, own_tail=True) if len(resident) else None
         step.finish(target.tree.release)
         if chain is not None:
             for node in chain.nodes:

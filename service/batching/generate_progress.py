@@ -178,7 +178,7 @@ class GenerateProgress(JobProgress):
             return False
         job, cache = self._job, self._cache
         prompt = len(job.prompt)
-        needed = cache.missing_pages(job.prompt, job.salt) + step.rows.num_decodes
+        needed = cache.missing_pages(job.prompt, job.realm) + step.rows.num_decodes
         for sample in live:
             length = min(prompt + len(sample.tokens) + 1, prompt + job.max_new_tokens - 1)
             needed += pages_for(length, cache.page_size) - prompt // cache.page_size
@@ -186,7 +186,7 @@ class GenerateProgress(JobProgress):
         if step.pages_blocked or (needed > cache.available_pages and others_hold_pages):
             step.pages_blocked = True
             return False
-        self._chain = cache.acquire(job.prompt, job.salt, step, own_tail=True)
+        self._chain = cache.acquire(job.prompt, job.realm, step, own_tail=True)
         if self._chain is None:
             step.pages_blocked = True
             return False
@@ -273,7 +273,7 @@ class GenerateProgress(JobProgress):
             return
         if sample.branch is not None and self._chain is not None:
             stored = sample.sequence(self._job.prompt)[:-1]
-            self._cache.adopt(sample.branch, self._chain, stored, self._job.salt)
+            self._cache.adopt(sample.branch, self._chain, stored, self._job.realm)
             sample.branch = None
         self._release_sample(sample)
 

@@ -37,7 +37,7 @@ class JobIntake:
         return self._take_score(job, arrival, now)
 
     def _take_generate(self, job: GenerateJob, arrival: int, now: float) -> GenerateProgress:
-        hits = min(self._cache.resident_tokens(job.prompt, job.salt), len(job.prompt) - 1)
+        hits = min(self._cache.resident_tokens(job.prompt, job.realm), len(job.prompt) - 1)
         demand = Demand(
             pages=generate_pages(job, self._cache.page_size),
             samples=len(job.samplers),
@@ -66,7 +66,7 @@ class JobIntake:
         rows = len(layout.row_token)
         for context in map(int, layout.contexts):
             tokens = job.contexts[context]
-            missing = len(tokens) - self._cache.resident_tokens(tokens, job.salt)
+            missing = len(tokens) - self._cache.resident_tokens(tokens, job.realm(context))
             rows += max(missing, layout.reads_context(context))
         return rows
 

@@ -6,7 +6,7 @@ from typing import Protocol
 from stemserve.service.batching.page_allocator import PageAllocator
 from stemserve.service.batching.prefix_tree import TOKEN_BYTES, PageNode, PrefixTree, token_key
 from stemserve.service.batching.sequence import Branch, Chain, pages_for
-from stemserve.service.request import Int32
+from stemserve.service.request import Int32, Realm
 
 
 class PageLedger(Protocol):
@@ -37,16 +37,16 @@ class KvCache:
         self.tree.evict(count - self.allocator.num_free)
         return self.allocator.allocate(count, after=after)
 
-    def missing_pages(self, tokens: Int32, salt: bytes) -> int:
+    def missing_pages(self, tokens: Int32, realm: Realm) -> int:
         """How much fewer pages are available once a prompt is held."""
-        nodes, tail, _ = self.tree.match(token_key(tokens), salt)
+        nodes, tail, _ = self.tree.match(token_key(tokens), realm)
         if tail is not None and len(nodes) * self.page_size + tail.size == len(tokens):
             nodes.append(tail)
         held = sum(node.refs > 0 for node in nodes)
         return pages_for(len(tokens), self.page_size) - held
 
     def acquire(
-        self, tokens: Int32, salt: bytes, step: PageLedger, *, own_tail: bool
+        self, tokens: Int32, realm: Realm, step: PageLedger, *, own_tail: bool
     ) -> Chain | None:
         """Hold pages for a context; None: no room now.
 
@@ -55,7 +55,7 @@ class KvCache:
         the context gets one that ends where it ends, to be written further.
         """
         key = token_key(tokens)
-        nodes, tail, shared = self.tree.match(key, salt)
+        nodes, tail, shared = self.tree.match(key, realm)
         rest = len(tokens) - len(nodes) * self.page_size
         if tail is not None and shared == rest and (tail.size == rest or not own_tail):
             nodes.append(tail)
@@ -68,7 +68,7 @@ class KvCache:
             return None
         pages, source = taken
         first = len(nodes)
-        self._insert(nodes, key, salt, pages)
+        self._insert(nodes, key, realm, pages)
         if source is not None:
             copied = min(shared, step.planned_before(source))
             step.hold(source)
@@ -106,10 +106,10 @@ class KvCache:
         self.allocator.free(branch.own_pages)
         branch.num_pages, branch.claimed = branch.chain_pages, None
 
-    def adopt(self, branch: Branch, chain: Chain, tokens: Int32, salt: bytes) -> None:
+    def adopt(self, branch: Branch, chain: Chain, tokens: Int32, realm: Realm) -> None:
         """Leave the pages of a finished generation, computed for `tokens`, in the tree."""
         nodes = chain.nodes[: branch.chain_pages]
-        parent: PageNode | None = nodes[-1] if nodes else self.tree.root(salt)
+        parent: PageNode | None = self.tree.parent(nodes, realm)
         added: list[PageNode] = []
         spare: list[int] = []
         for index in range(branch.chain_pages, branch.num_pages):
@@ -136,9 +136,9 @@ class KvCache:
         self.tree.release(added)
         branch.num_pages, branch.claimed = branch.chain_pages, None
 
-    def resident_tokens(self, tokens: Int32, salt: bytes) -> int:
+    def resident_tokens(self, tokens: Int32, realm: Realm) -> int:
         """Leading tokens whose KV is stored, or computed by steps already issued."""
-        nodes, tail, shared = self.tree.match(token_key(tokens), salt)
+        nodes, tail, shared = self.tree.match(token_key(tokens), realm)
         for index, node in enumerate(nodes):
             if node.planned < self.page_size:
                 return index * self.page_size + node.planned
@@ -178,10 +178,10 @@ class KvCache:
         pages = self.allocate(count)
         return None if pages is None else (pages, None)
 
-    def _insert(self, nodes: list[PageNode], key: bytes, salt: bytes, pages: Int32) -> None:
+    def _insert(self, nodes: list[PageNode], key: bytes, realm: Realm, pages: Int32) -> None:
         size = self.page_size * TOKEN_BYTES
         for page in pages.tolist():
-            parent = nodes[-1] if nodes else self.tree.root(salt)
+            parent = self.tree.parent(nodes, realm)
             start = len(nodes) * size
             nodes.append(self.tree.insert(parent, key[start : start + size], page))
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from stemserve.service.batching.kv_cache import KvCache
 from stemserve.service.batching.prefix_tree import PageNode, token_key
 from stemserve.service.errors import QuotaExceeded
-from stemserve.service.request import Int32
+from stemserve.service.request import Int32, Realm
 
 PINNED_PART = 0.5  # of the pool, at most
 
@@ -27,13 +27,13 @@ class Pins:
     def counts(self) -> Mapping[PageNode, int]:
         return self._counts
 
-    def pin(self, key: str, tokens: Int32, salt: bytes, *, largest_job: int) -> int:
+    def pin(self, key: str, tokens: Int32, realm: Realm, *, largest_job: int) -> int:
         """Hold what is computed of a sequence, and say how many tokens that are.
 
         `largest_job` pages must stay for the largest of the running and waiting jobs. Raises
         QuotaExceeded. Pinning under a known key replaces its pin.
         """
-        nodes = self._computed(tokens, salt)
+        nodes = self._computed(tokens, realm)
         total = self._cache.allocator.num_pages
         pages = self.pages + sum(node not in self._counts for node in nodes)
         if pages > min(int(PINNED_PART * total), total - largest_job):
@@ -57,8 +57,8 @@ class Pins:
         self._counts += Counter()  # drops what is at 0
         self._cache.tree.release(nodes)
 
-    def _computed(self, tokens: Int32, salt: bytes) -> list[PageNode]:
-        nodes, tail, shared = self._cache.tree.match(token_key(tokens), salt)
+    def _computed(self, tokens: Int32, realm: Realm) -> list[PageNode]:
+        nodes, tail, shared = self._cache.tree.match(token_key(tokens), realm)
         for index, node in enumerate(nodes):
             if node.planned < node.size:
                 return nodes[:index]

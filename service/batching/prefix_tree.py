@@ -1,4 +1,7 @@
-"""The cache's index: token ids -> pages, one tree a salt, one node a page."""
+"""The cache's index: token ids -> pages, one tree a salt, one node a page.
+
+Behind the last full page of a shared trunk the tree of the group goes on in a tree for each tenant.
+"""
 
 import heapq
 from bisect import bisect_left
@@ -8,7 +11,7 @@ from itertools import count
 from typing import NamedTuple
 
 from stemserve.service.batching.page_allocator import PageAllocator
-from stemserve.service.request import Int32
+from stemserve.service.request import Int32, Realm
 
 TOKEN_BYTES = 4
 
@@ -29,11 +32,15 @@ def common_tokens(a: bytes, b: bytes) -> int:
 
 @dataclass(slots=True, eq=False)
 class PageNode:
-    """A page with the KV of `key`'s tokens, behind its parent's. One that is not full is a leaf."""
+    """A page with the KV of `key`'s tokens, behind its parent's. One that is not full is a leaf.
+
+    The root of a salt has no page and the salt as its key; its parent is the page that the salt's
+    tokens go on behind, or None.
+    """
 
     page: int
     key: bytes
-    parent: "PageNode | None"  # None: the root of a salt
+    parent: "PageNode | None"
     refs: int = 0  # sequences that hold the page
     planned: int = 0  # leading tokens that issued steps compute
     has_writer: bool = False  # a generation goes on in the slots behind the key's tokens
@@ -41,6 +48,15 @@ class PageNode:
     used: int = 0  # tick of the last release
     child_keys: list[bytes] = field(default_factory=list[bytes])  # sorted
     children: list["PageNode"] = field(default_factory=list["PageNode"])
+    roots: dict[bytes, "PageNode"] = field(default_factory=dict[bytes, "PageNode"])  # behind it
+
+    @property
+    def is_root(self) -> bool:
+        return self.page < 0
+
+    @property
+    def is_leaf(self) -> bool:
+        return not self.children and not self.roots
 
     @property
     def size(self) -> int:
@@ -58,6 +74,7 @@ class PrefixTree:
 
     def __init__(self, allocator: PageAllocator, page_size: int) -> None:
         self._allocator = allocator
+        self._page_size = page_size
         self._page_bytes = page_size * TOKEN_BYTES
         self._roots: dict[bytes, PageNode] = {}
         self._evictable: list[tuple[int, int, PageNode]] = []  # heap; entries go stale
@@ -66,19 +83,16 @@ class PrefixTree:
         self.num_pages = 0
         self.num_unreferenced = 0
 
-    def match(self, key: bytes, salt: bytes) -> Match:
+    def match(self, key: bytes, realm: Realm) -> Match:
         """The longest part of the sequence that is in the tree, computed or about to be."""
         nodes: list[PageNode] = []
-        node = self._roots.get(salt)
-        if node is None:
-            return Match(nodes, None, 0)
         for start in range(0, len(key), self._page_bytes):
+            node = self.parent(nodes, realm)
             rest = key[start : start + self._page_bytes]
             child = self.child(node, rest)
             if child is None or len(rest) < self._page_bytes:
                 return Match(nodes, *_closest(node, rest))
             nodes.append(child)
-            node = child
         return Match(nodes, None, 0)
 
     def child(self, node: PageNode, key: bytes) -> PageNode | None:
@@ -87,14 +101,18 @@ class PrefixTree:
             return node.children[at]
         return None
 
-    def root(self, salt: bytes) -> PageNode:
-        """The root of a salt, to insert under."""
-        if salt not in self._roots:
-            self._roots[salt] = PageNode(page=-1, key=salt, parent=None)
-        return self._roots[salt]
+    def parent(self, nodes: Sequence[PageNode], realm: Realm) -> PageNode:
+        """What the next page of a sequence goes on behind, where it belongs."""
+        trunk_pages = realm.trunk.tokens // self._page_size
+        last = nodes[-1] if nodes else None
+        if len(nodes) == trunk_pages:
+            return self._root(realm.salt, last)
+        return self._root(realm.trunk.salt, None) if last is None else last
 
     def insert(self, parent: PageNode, key: bytes, page: int) -> PageNode:
         """Add a page, held once by the caller."""
+        if parent.is_root:
+            self._roots_behind(parent.parent)[parent.key] = parent
         node = PageNode(page=page, key=key, parent=parent, refs=1)
         _link(parent, node)
         self.num_pages += 1
@@ -130,7 +148,7 @@ class PrefixTree:
         """Free that many pages, least recently used leaves first."""
         while pages > 0:
             used, _, node = heapq.heappop(self._evictable)
-            if node.attached and node.refs == 0 and not node.children and node.used == used:
+            if node.attached and node.refs == 0 and node.is_leaf and node.used == used:
                 self._remove(node)
                 pages -= 1
 
@@ -142,8 +160,10 @@ class PrefixTree:
         below = [node]
         while below:
             lost = below.pop()
-            below += lost.children
+            below += [*lost.children, *lost.roots.values()]
             lost.attached = False
+            if lost.is_root:
+                continue
             self.num_pages -= 1
             if lost.refs == 0:
                 self.num_unreferenced -= 1
@@ -156,17 +176,30 @@ class PrefixTree:
         below = list(self._roots.values())
         while below:
             node = below.pop()
-            below += node.children
-            if node.parent is not None:
+            below += [*node.children, *node.roots.values()]
+            if not node.is_root:
                 found.append(node)
         return found
 
+    def _root(self, salt: bytes, behind: PageNode | None) -> PageNode:
+        """It is in the tree while there are pages under it."""
+        known = self._roots_behind(behind).get(salt)
+        if known is not None:
+            return known
+        attached = behind is None or behind.attached
+        return PageNode(page=-1, key=salt, parent=behind, attached=attached)
+
+    def _roots_behind(self, node: PageNode | None) -> dict[bytes, PageNode]:
+        return self._roots if node is None else node.roots
+
     def _settle(self, node: PageNode) -> None:
         """A node may have become an unreferenced leaf."""
-        if node.children:
+        if not node.is_leaf:
             return
-        if node.parent is None:
-            del self._roots[node.key]
+        if node.is_root:
+            del self._roots_behind(node.parent)[node.key]
+            if node.parent is not None:
+                self._settle(node.parent)
         elif node.refs == 0 and node.planned == 0:
             self._remove(node)
         elif node.refs == 0:
@@ -183,7 +216,7 @@ class PrefixTree:
         self._settle(parent)
 
     def _rebuild_heap(self) -> None:
-        leaves = [n for n in self.nodes() if n.refs == 0 and not n.children]
+        leaves = [n for n in self.nodes() if n.refs == 0 and n.is_leaf]
         self._evictable = [(node.used, next(self._serial), node) for node in leaves]
         heapq.heapify(self._evictable)
 

@@ -207,7 +207,7 @@ class ScoreProgress(JobProgress):
             return None
         chain = None
         if len(tokens):
-            chain = self._cache.acquire(tokens, self._job.salt, step, own_tail=False)
+            chain = self._cache.acquire(tokens, self._job.realm(context), step, own_tail=False)
             if chain is None:
                 self._cache.allocator.free(pages)
                 return None

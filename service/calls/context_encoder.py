@@ -1,19 +1,26 @@
 """Token ids of the contexts and prompts that requests name."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
 from stemserve.proto.v1 import inference_pb2
 from stemserve.service.caller import Caller
-from stemserve.service.calls.prefix_registry import PrefixRegistry
+from stemserve.service.calls.prefix_registry import PrefixRegistry, RegisteredPrefix
 from stemserve.service.calls.validation import check_tokens
 from stemserve.service.calls.wire_tokens import TOKEN_BYTES, check_known, decode_tokens
 from stemserve.service.limits import Limits
-from stemserve.service.request import Int32
+from stemserve.service.request import NO_TRUNK, Int32, Trunk
 from stemserve.service.text.tokenizer import TokenizerPool
 
 NO_TOKENS: Int32 = np.zeros(0, dtype=np.int32)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class EncodedContext:
+    tokens: Int32
+    trunk: Trunk  # of the prefix that it continues
 
 
 class ContextEncoder:
@@ -29,8 +36,9 @@ class ContextEncoder:
 
     async def encode(
         self, field: str, contexts: Sequence[inference_pb2.Context], caller: Caller
-    ) -> tuple[Int32, ...]:
-        starts = [self._start(context, caller.tenant) for context in contexts]
+    ) -> tuple[EncodedContext, ...]:
+        prefixes = [self._prefix(context, caller) for context in contexts]
+        starts = [NO_TOKENS if prefix is None else prefix.tokens for prefix in prefixes]
         sent = sum(len(context.tokens) for context in contexts) // TOKEN_BYTES
         check_tokens(field, sum(map(len, starts)) + sent, self._limits)
         for index, context in enumerate(contexts):
@@ -40,12 +48,13 @@ class ContextEncoder:
         await self._add_fronts(field, contexts, starts)
         await self._add_continuations(field, contexts, starts)
         check_tokens(field, sum(map(len, starts)), self._limits)
-        return tuple(starts)
+        return tuple(
+            EncodedContext(tokens=tokens, trunk=NO_TRUNK if prefix is None else prefix.trunk)
+            for tokens, prefix in zip(starts, prefixes, strict=True)
+        )
 
-    def _start(self, context: inference_pb2.Context, owner: str) -> Int32:
-        if not context.prefix_id:
-            return NO_TOKENS
-        return self._prefixes.use(owner, context.prefix_id).tokens
+    def _prefix(self, context: inference_pb2.Context, caller: Caller) -> RegisteredPrefix | None:
+        return self._prefixes.use(caller, context.prefix_id) if context.prefix_id else None
 
     async def _add_fronts(
         self, field: str, contexts: Sequence[inference_pb2.Context], starts: list[Int32]

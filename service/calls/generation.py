@@ -50,7 +50,8 @@ class GenerateEncoder:
         ends = eos_ids | frozenset(stop_ids.tolist())
         if request.min_new_tokens:
             _check_choice(banned_ids, ends, vocab_size)
-        (prompt,) = await self._contexts.encode("prompt", [request.prompt], caller)
+        (context,) = await self._contexts.encode("prompt", [request.prompt], caller)
+        prompt = context.tokens
         room = _room(prompt, self._facts.context_tokens)
         seed = request.sampling.seed if request.sampling.HasField("seed") else entropy
         samplers = tuple(
@@ -65,6 +66,7 @@ class GenerateEncoder:
             stop_ids=ends,
             priority=request.priority,
             salt=caller.salt,
+            trunk=context.trunk,
             tenant=caller.tenant,
             kernel=request.kernel,
         )

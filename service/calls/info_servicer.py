@@ -11,7 +11,7 @@ from stemserve.service.calls.score_runner import ScoreRunner
 from stemserve.service.engine import Engine
 from stemserve.service.errors import InvalidRequest
 from stemserve.service.limits import Limits
-from stemserve.service.request import GenerateJob, Job
+from stemserve.service.request import Job, stored_sequences
 from stemserve.service.serving.call_status import Context, remaining_deadline
 
 
@@ -73,8 +73,10 @@ class InfoServicer(info_pb2_grpc.InfoServicer):
         job = await self._job(request, context)
         steps = await self._engine.explain(job)
         explained = [explained_step(*step) for step in steps]
-        contexts = (job.prompt,) if isinstance(job, GenerateJob) else job.contexts
-        cached = [await self._engine.resident_tokens(tokens, job.salt) for tokens in contexts]
+        cached = [
+            await self._engine.resident_tokens(tokens, realm)
+            for tokens, realm in stored_sequences(job)
+        ]
         return info_pb2.ExplainResponse(
             steps=explained,
             cached_tokens=sum(cached),

@@ -31,11 +31,18 @@ class PrefixKeeper:
         """Compute the prefix, and pin it if it is to be pinned. Raises RequestError."""
         for _ in range(PIN_ATTEMPTS):
             request_id = f"warm-{next(self._numbers)}:{prefix.prefix_id}"
-            job = context_job(prefix.tokens, prefix.owner, request_id=request_id, deadline=deadline)
+            job = context_job(
+                prefix.tokens,
+                prefix.trunk,
+                prefix.owner,
+                request_id=request_id,
+                deadline=deadline,
+            )
             await self._engine.score(replace(job, priority=priority))
             if not prefix.pin:
                 return
-            pinned = await self._engine.pin(prefix.pin_key, prefix.tokens, prefix.owner.salt)
+            realm = prefix.realm(prefix.owner)
+            pinned = await self._engine.pin(prefix.pin_key, prefix.tokens, realm)
             if pinned == len(prefix.tokens):
                 return
         raise QueueFull(

@@ -2,15 +2,21 @@
 
 import hashlib
 from bisect import bisect_right
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from math import inf
 
 import numpy as np
 
 from stemserve.service.caller import Caller
-from stemserve.service.errors import PrefixesFull, PrefixExists, PrefixNotFound, QuotaExceeded
-from stemserve.service.request import Int32
+from stemserve.service.errors import (
+    NotPrefixOwner,
+    PrefixesFull,
+    PrefixExists,
+    PrefixNotFound,
+    QuotaExceeded,
+)
+from stemserve.service.request import NO_TRUNK, Int32, Realm, Trunk
 
 ID_BYTES = 12
 
@@ -29,34 +35,45 @@ class NewPrefix:
     prefix_id: str  # empty: the server makes one
     parent_id: str
     tokens: Int32  # with all parents
+    trunk: Trunk = NO_TRUNK  # of the parent
     ttl_s: float = 0.0  # 0: the default
     warm: bool = False
     pin: bool = False
+    shared: bool = False  # with the owner's sharing group
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class RegisteredPrefix:
     prefix_id: str
     parent_id: str  # empty for none
-    owner: Caller
+    space: str  # in which its id is unique: a tenant's, or a sharing group's
+    owner: Caller  # who registered it first
     tokens: Int32  # with all parents
+    trunk: Trunk  # all its tokens where it is shared, else its parent's
     ttl_s: float  # sliding; 0: no expiry
     expires_s: float  # on the registry's clock; infinite without expiry
-    owners: int = 1  # registrations that were not released
+    owners: Mapping[str, int]  # registrations of each tenant that were not released
+    shared: bool = False
     warm: bool = False  # to be computed again for a new worker
     pin: bool = False  # and kept in the cache
 
     @property
     def pin_key(self) -> str:
-        return f"{self.owner.tenant}/{self.prefix_id}"
+        return f"{self.space}/{self.prefix_id}"
+
+    def realm(self, caller: Caller) -> Realm:
+        """Where its pages belong for a caller: the full ones of the trunk to the group."""
+        return Realm(salt=caller.salt, trunk=self.trunk)
 
 
 class PrefixRegistry:
-    """Ids are unique under a client (`owner`), and say nothing to another.
+    """Ids are unique under a tenant, and say nothing to another.
 
-    A prefix holds its parents' tokens, so releasing a parent leaves its children as they are.
-    Registering the same content again under the same id adds an owner; the id is gone when the last
-    owner released it, or when nobody used it for its TTL.
+    Shared prefixes have the ids of their sharing group: its tenants see them behind their own, and
+    whoever registers the same content is one of their owners. A prefix holds its parents' tokens,
+    so releasing a parent leaves its children as they are. Registering the same content again under
+    the same id adds an owner; the id is gone when the last owner released it, or when nobody used
+    it for its TTL.
     """
 
     def __init__(self, bounds: RegistryBounds, *, clock: Callable[[], float]) -> None:
@@ -75,62 +92,75 @@ class PrefixRegistry:
         PrefixExists, PrefixesFull or QuotaExceeded.
         """
         ttl_s = new.ttl_s or self._bounds.default_ttl_s
-        tokens = new.tokens
-        key = (owner.tenant, new.prefix_id or _content_id(tokens))
+        tenant, tokens = owner.tenant, new.tokens
+        space = _group_space(owner) if new.shared else tenant
+        key = (space, new.prefix_id or _content_id(tokens, shared=new.shared))
+        if new.shared and self._live((tenant, key[1])) is not None:
+            raise PrefixExists(key[1])  # it would hide the shared one
         known = self._live(key)
+        if known is not None and not np.array_equal(known.tokens, tokens):
+            raise PrefixExists(key[1])
+        if known is None or tenant not in known.owners:
+            self._check_quota(tenant, len(tokens), most_tokens)
         if known is None:
-            self._check_quota(owner.tenant, len(tokens), most_tokens)
             self._make_room(len(tokens))
             self._tokens += len(tokens)
             known = RegisteredPrefix(
                 prefix_id=key[1],
                 parent_id=new.parent_id,
+                space=space,
                 owner=owner,
                 tokens=tokens,
+                trunk=Trunk(salt=owner.group_salt, tokens=len(tokens)) if new.shared else new.trunk,
                 ttl_s=ttl_s,
                 expires_s=0.0,
-                owners=0,
+                owners={},
+                shared=new.shared,
             )
-        elif not np.array_equal(known.tokens, tokens):
-            raise PrefixExists(key[1])
         longest = 0.0 if not known.ttl_s or not ttl_s else max(known.ttl_s, ttl_s)
         joined = replace(
             known,
-            owners=known.owners + 1,
+            owners={**known.owners, tenant: known.owners.get(tenant, 0) + 1},
             ttl_s=longest,
             warm=known.warm or new.warm or new.pin,
             pin=known.pin or new.pin,
         )
         return self._keep(key, joined)
 
-    def get(self, owner: str, prefix_id: str) -> RegisteredPrefix:
-        known = self._live((owner, prefix_id))
-        if known is None:
-            raise PrefixNotFound(prefix_id)
-        return known
+    def get(self, caller: Caller, prefix_id: str) -> RegisteredPrefix:
+        for space in _spaces(caller):
+            if (known := self._live((space, prefix_id))) is not None:
+                return known
+        raise PrefixNotFound(prefix_id)
 
-    def use(self, owner: str, prefix_id: str) -> RegisteredPrefix:
+    def use(self, caller: Caller, prefix_id: str) -> RegisteredPrefix:
         """Get, and start the TTL anew."""
-        return self._keep((owner, prefix_id), self.get(owner, prefix_id))
+        known = self.get(caller, prefix_id)
+        return self._keep((known.space, prefix_id), known)
 
-    def renew(self, owner: str, prefix_id: str, *, ttl_s: float) -> RegisteredPrefix:
+    def renew(self, caller: Caller, prefix_id: str, *, ttl_s: float) -> RegisteredPrefix:
         """0 keeps the TTL as it is."""
-        known = self.get(owner, prefix_id)
-        return self._keep((owner, prefix_id), replace(known, ttl_s=ttl_s or known.ttl_s))
+        known = self._owned(caller, prefix_id)
+        return self._keep((known.space, prefix_id), replace(known, ttl_s=ttl_s or known.ttl_s))
 
-    def release(self, owner: str, prefix_id: str) -> None:
-        known = self.get(owner, prefix_id)
-        if known.owners > 1:
-            self._prefixes[owner, prefix_id] = replace(known, owners=known.owners - 1)
+    def release(self, caller: Caller, prefix_id: str) -> None:
+        known = self._owned(caller, prefix_id)
+        owners = {**known.owners, caller.tenant: known.owners[caller.tenant] - 1}
+        owners = {tenant: count for tenant, count in owners.items() if count}
+        if owners:
+            self._prefixes[known.space, prefix_id] = replace(known, owners=owners)
         else:
-            self._drop((owner, prefix_id))
+            self._drop((known.space, prefix_id))
 
-    def page(self, owner: str, *, after: str, count: int) -> tuple[RegisteredPrefix, ...]:
-        """The next prefixes by id."""
+    def page(self, caller: Caller, *, after: str, count: int) -> tuple[RegisteredPrefix, ...]:
+        """The next prefixes by id that the caller sees."""
         self._drop_expired()
-        ids = sorted(prefix_id for client, prefix_id in self._prefixes if client == owner)
+        seen: dict[str, RegisteredPrefix] = {}
+        for own in reversed(_spaces(caller)):
+            seen |= {name: kept for (space, name), kept in self._prefixes.items() if space == own}
+        ids = sorted(seen)
         start = bisect_right(ids, after)
-        return tuple(self._prefixes[owner, prefix_id] for prefix_id in ids[start : start + count])
+        return tuple(seen[prefix_id] for prefix_id in ids[start : start + count])
 
     def to_keep_warm(self) -> tuple[RegisteredPrefix, ...]:
         """Those that somebody wants computed, of all clients."""
@@ -148,6 +178,12 @@ class PrefixRegistry:
     def __len__(self) -> int:
         self._drop_expired()
         return len(self._prefixes)
+
+    def _owned(self, caller: Caller, prefix_id: str) -> RegisteredPrefix:
+        known = self.get(caller, prefix_id)
+        if caller.tenant not in known.owners:
+            raise NotPrefixOwner(prefix_id)
+        return known
 
     def _keep(self, key: tuple[str, str], prefix: RegisteredPrefix) -> RegisteredPrefix:
         expires_s = self._clock() + prefix.ttl_s if prefix.ttl_s else inf
@@ -176,7 +212,7 @@ class PrefixRegistry:
         if most_tokens is None:
             return
         self._drop_expired()
-        held = sum(len(p.tokens) for (owner, _), p in self._prefixes.items() if owner == tenant)
+        held = sum(len(p.tokens) for p in self._prefixes.values() if tenant in p.owners)
         if held + tokens > most_tokens:
             raise QuotaExceeded(
                 f"the registered prefixes of tenant {tenant} would have {held + tokens} tokens, "
@@ -201,5 +237,16 @@ class PrefixRegistry:
         return prefixes <= self._bounds.max_prefixes and total <= self._bounds.max_tokens
 
 
-def _content_id(tokens: Int32) -> str:
-    return hashlib.blake2b(tokens.astype("<i4").tobytes(), digest_size=ID_BYTES).hexdigest()
+def _content_id(tokens: Int32, *, shared: bool) -> str:
+    content = tokens.astype("<i4").tobytes()
+    kind = b"shared" if shared else b""
+    return hashlib.blake2b(content, digest_size=ID_BYTES, person=kind).hexdigest()
+
+
+def _spaces(caller: Caller) -> tuple[str, ...]:
+    """Where a caller's ids are looked up, in order."""
+    return (caller.tenant, _group_space(caller)) if caller.group else (caller.tenant,)
+
+
+def _group_space(caller: Caller) -> str:
+    return f"group:{caller.group}"  # no tenant is called so

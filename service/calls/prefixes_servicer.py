@@ -8,15 +8,14 @@ from contextlib import contextmanager, suppress
 
 from stemserve.proto.v1 import inference_pb2, prefixes_pb2, prefixes_pb2_grpc
 from stemserve.service.caller import Caller, current_caller
-from stemserve.service.calls.context_encoder import ContextEncoder
+from stemserve.service.calls.context_encoder import ContextEncoder, EncodedContext
 from stemserve.service.calls.prefix_keeper import PrefixKeeper
 from stemserve.service.calls.prefix_registry import NewPrefix, PrefixRegistry, RegisteredPrefix
 from stemserve.service.calls.validation import check_characters, check_id, check_tokens
 from stemserve.service.calls.wire_tokens import TOKEN_BYTES
 from stemserve.service.engine import Engine
-from stemserve.service.errors import InvalidRequest, PrefixNotFound
+from stemserve.service.errors import InvalidRequest, NotPrefixOwner, PrefixNotFound
 from stemserve.service.limits import Limits
-from stemserve.service.request import Int32
 from stemserve.service.serving.call_status import Context, remaining_deadline
 
 DEFAULT_PAGE = 100
@@ -46,14 +45,18 @@ class PrefixesServicer(prefixes_pb2_grpc.PrefixesServicer):
     ) -> prefixes_pb2.RegisterResponse:
         deadline, caller = remaining_deadline(context), current_caller()
         _check_register(request, self._limits)
-        tokens = await self._tokens(request, caller)
+        if request.shared:
+            self._check_shared(request.parent_prefix_id, caller)
+        content = await self._content(request, caller)
         new = NewPrefix(
             prefix_id=request.prefix_id,
             parent_id=request.parent_prefix_id,
-            tokens=tokens,
+            tokens=content.tokens,
+            trunk=content.trunk,
             ttl_s=request.ttl_seconds,
             warm=request.warm,
             pin=request.pin,
+            shared=request.shared,
         )
         prefix = self._registry.register(caller, new, most_tokens=self._most_tokens(caller))
         with self._released_on_error(prefix, caller):
@@ -65,7 +68,7 @@ class PrefixesServicer(prefixes_pb2_grpc.PrefixesServicer):
         self, request: prefixes_pb2.GetRequest, context: Context
     ) -> prefixes_pb2.GetResponse:
         check_id("prefix_id", request.prefix_id)
-        prefix = self._registry.get(current_caller().tenant, request.prefix_id)
+        prefix = self._registry.get(current_caller(), request.prefix_id)
         return prefixes_pb2.GetResponse(prefix=await self._message(prefix))
 
     async def List(
@@ -73,8 +76,7 @@ class PrefixesServicer(prefixes_pb2_grpc.PrefixesServicer):
     ) -> prefixes_pb2.ListResponse:
         check_id("page_token", request.page_token)
         size = min(request.page_size or DEFAULT_PAGE, LARGEST_PAGE)
-        tenant = current_caller().tenant
-        page = self._registry.page(tenant, after=request.page_token, count=size + 1)
+        page = self._registry.page(current_caller(), after=request.page_token, count=size + 1)
         messages = await asyncio.gather(*map(self._message, page[:size]))
         more = len(page) > size
         return prefixes_pb2.ListResponse(
@@ -86,34 +88,42 @@ class PrefixesServicer(prefixes_pb2_grpc.PrefixesServicer):
     ) -> prefixes_pb2.RenewResponse:
         check_id("prefix_id", request.prefix_id)
         _check_ttl(request.ttl_seconds)
-        tenant = current_caller().tenant
-        prefix = self._registry.renew(tenant, request.prefix_id, ttl_s=request.ttl_seconds)
+        caller = current_caller()
+        prefix = self._registry.renew(caller, request.prefix_id, ttl_s=request.ttl_seconds)
         return prefixes_pb2.RenewResponse(prefix=await self._message(prefix))
 
     async def Release(
         self, request: prefixes_pb2.ReleaseRequest, context: Context
     ) -> prefixes_pb2.ReleaseResponse:
         check_id("prefix_id", request.prefix_id)
-        self._registry.release(current_caller().tenant, request.prefix_id)
+        self._registry.release(current_caller(), request.prefix_id)
         await self._keeper.let_go()
         return prefixes_pb2.ReleaseResponse()
 
-    async def _tokens(self, request: prefixes_pb2.RegisterRequest, caller: Caller) -> Int32:
-        """The content is what a context of this parent and content would be."""
+    def _check_shared(self, parent_id: str, caller: Caller) -> None:
+        if not caller.group:
+            raise InvalidRequest("shared", "the caller's tenant is in no sharing group")
+        if parent_id and not self._registry.get(caller, parent_id).shared:
+            raise InvalidRequest("shared", f"its parent {parent_id!r} is not shared")
+
+    async def _content(
+        self, request: prefixes_pb2.RegisterRequest, caller: Caller
+    ) -> EncodedContext:
+        """What a context of this parent and content would be."""
         content = inference_pb2.Context(prefix_id=request.parent_prefix_id)
         if request.tokens:
             content.tokens = request.tokens
         else:
             content.text = request.text
-        (tokens,) = await self._contexts.encode("content", [content], caller)
+        (encoded,) = await self._contexts.encode("content", [content], caller)
         context_tokens = self._engine.facts.context_tokens
-        if len(tokens) >= context_tokens:
+        if len(encoded.tokens) >= context_tokens:
             raise InvalidRequest(
                 "content",
-                f"has {len(tokens)} tokens with its parents, which leaves no room in the model's "
-                f"{context_tokens}",
+                f"has {len(encoded.tokens)} tokens with its parents, which leaves no room in the "
+                f"model's {context_tokens}",
             )
-        return tokens
+        return encoded
 
     def _most_tokens(self, caller: Caller) -> int | None:
         if not caller.max_prefix_bytes:
@@ -127,21 +137,22 @@ class PrefixesServicer(prefixes_pb2_grpc.PrefixesServicer):
             yield
         except BaseException:
             # It may have expired, or others released it.
-            with suppress(PrefixNotFound):
-                self._registry.release(caller.tenant, prefix.prefix_id)
+            with suppress(PrefixNotFound, NotPrefixOwner):
+                self._registry.release(caller, prefix.prefix_id)
             raise
 
     async def _message(self, prefix: RegisteredPrefix) -> prefixes_pb2.Prefix:
         expires_s = time.time() + prefix.expires_s - self._clock()
-        salt = current_caller().salt
+        realm = prefix.realm(current_caller())
         return prefixes_pb2.Prefix(
             prefix_id=prefix.prefix_id,
             parent_prefix_id=prefix.parent_id,
             token_count=len(prefix.tokens),
-            resident_tokens=await self._engine.resident_tokens(prefix.tokens, salt),
+            resident_tokens=await self._engine.resident_tokens(prefix.tokens, realm),
             ttl_seconds=prefix.ttl_s,
             expires_unix_seconds=expires_s if math.isfinite(expires_s) else 0.0,
             pinned=prefix.pin,
+            shared=prefix.shared,
         )
 
 

@@ -10,7 +10,7 @@ from stemserve.proto.v1 import inference_pb2
 from stemserve.service.caller import Caller
 from stemserve.service.limits import Limits
 from stemserve.service.packed_tokens import PackedTokens, join, repeat
-from stemserve.service.request import Int32
+from stemserve.service.request import Int32, Trunk
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,6 +27,7 @@ class ScoreCall:
     caller: Caller
     limits: Limits
     contexts: tuple[Int32, ...]
+    trunks: tuple[Trunk, ...] = ()  # of the contexts; empty: they have none
     items: PackedTokens
     item_context: Int32  # [items]
     query: Int32  # read after each item; empty unless item_first

@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 
 from stemserve.proto.v1 import inference_pb2
 from stemserve.service.caller import Caller
-from stemserve.service.calls.context_encoder import NO_TOKENS, ContextEncoder
+from stemserve.service.calls.context_encoder import NO_TOKENS, ContextEncoder, EncodedContext
 from stemserve.service.calls.score_call import Problem, ScoreCall
 from stemserve.service.calls.validation import (
     check_answer,
@@ -62,7 +62,8 @@ class ScoreEncoder:
             request=request,
             caller=caller,
             limits=self._limits,
-            contexts=contexts,
+            contexts=tuple(context.tokens for context in contexts),
+            trunks=tuple(context.trunk for context in contexts),
             items=items,
             item_context=item_context,
             query=query,
@@ -74,7 +75,7 @@ class ScoreEncoder:
 
     async def _context_tokens(
         self, request: inference_pb2.ScoreRequest, caller: Caller
-    ) -> tuple[Int32, ...]:
+    ) -> tuple[EncodedContext, ...]:
         text = "" if request.item_first else request.query
         contexts = request.contexts or [inference_pb2.Context(text=text)]
         return await self._contexts.encode("contexts", contexts, caller)

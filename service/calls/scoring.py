@@ -10,7 +10,7 @@ from stemserve.service.calls.label_scoring import LabelScoring
 from stemserve.service.calls.likelihood_scoring import LikelihoodScoring
 from stemserve.service.calls.reading import NO_IDS, Mode, Reads
 from stemserve.service.calls.score_call import ScoreCall, ScoredRows, scored_rows
-from stemserve.service.request import Int32, JobTiming, JobUsage, ScoreJob, ScoreResult
+from stemserve.service.request import Int32, JobTiming, JobUsage, ScoreJob, ScoreResult, Trunk
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -55,6 +55,7 @@ def score_job(
         priority=plan.call.request.priority,
         deadline=deadline,
         salt=plan.call.caller.salt,
+        trunks=plan.call.trunks,
         tenant=plan.call.caller.tenant,
         kernel=plan.call.request.kernel,
         partial=plan.call.request.partial_results,
@@ -63,7 +64,7 @@ def score_job(
 
 
 def context_job(
-    tokens: Int32, caller: Caller, *, request_id: str, deadline: float | None
+    tokens: Int32, trunk: Trunk, caller: Caller, *, request_id: str, deadline: float | None
 ) -> ScoreJob:
     """Computes one context and reads nothing."""
     return ScoreJob(
@@ -78,6 +79,7 @@ def context_job(
         gather_ids=NO_IDS,
         deadline=deadline,
         salt=caller.salt,
+        trunks=(trunk,),
         tenant=caller.tenant,
     )
 

@@ -53,6 +53,9 @@ def register(
     pin: Annotated[
         bool, typer.Option("--pin", help="Warm it, and keep it in the KV cache until released.")
     ] = False,
+    shared: Annotated[
+        bool, typer.Option("--shared", help="Let the tenants of the sharing group use it too.")
+    ] = False,
     server: Server = SERVER,
     timeout: Timeout = TIMEOUT_S,
     as_json: AsJson = False,
@@ -70,6 +73,7 @@ def register(
         ttl_seconds=ttl_seconds,
         warm=warm,
         pin=pin,
+        shared=shared,
     )
 
     async def run(channel: Channel) -> prefixes_pb2.RegisterResponse:

@@ -9,7 +9,7 @@ from typing import Any
 import grpc
 
 from stemserve.service.access_config import AuthConfig, TenantConfig
-from stemserve.service.caller import Caller, group_salt, set_caller
+from stemserve.service.caller import Caller, salt_of, set_caller
 from stemserve.service.errors import Unauthenticated
 from stemserve.service.metrics import Metrics
 from stemserve.service.serving.credentials import Identify, identification
@@ -101,14 +101,12 @@ def authentication(
     callers = {
         name: Caller(
             tenant=name,
-            salt=group_salt(server_key, _group(name, tenant)),
+            salt=salt_of(server_key, f"tenant:{name}"),
+            group=tenant.group,
+            group_salt=salt_of(server_key, f"group:{tenant.group}") if tenant.group else b"",
             max_prefix_bytes=tenant.max_prefix_bytes,
             max_priority=tenant.max_priority,
         )
         for name, tenant in tenants.items()
     }
     return [Authentication(identify, callers, metrics)]
-
-
-def _group(name: str, tenant: TenantConfig) -> str:
-    return f"group:{tenant.group}" if tenant.group else f"tenant:{name}"

@@ -16,6 +16,7 @@ from stemserve.service.request import (
     Job,
     JobFailed,
     Load,
+    Realm,
     ScoreJob,
     ScorePart,
     ScoreResult,
@@ -135,14 +136,14 @@ class ThreadedEngine:
     async def load(self) -> Load:
         return await self._ask(lambda batcher: batcher.load())
 
-    async def pin(self, key: str, tokens: Int32, salt: bytes) -> int:
-        return await self._ask(lambda batcher: batcher.pin(key, tokens, salt))
+    async def pin(self, key: str, tokens: Int32, realm: Realm) -> int:
+        return await self._ask(lambda batcher: batcher.pin(key, tokens, realm))
 
     async def unpin(self, key: str) -> None:
         await self._ask(lambda batcher: batcher.unpin(key))
 
-    async def resident_tokens(self, tokens: Int32, salt: bytes) -> int:
-        return await self._ask(lambda batcher: batcher.resident_tokens(tokens, salt))
+    async def resident_tokens(self, tokens: Int32, realm: Realm) -> int:
+        return await self._ask(lambda batcher: batcher.resident_tokens(tokens, realm))
 
     def deliver(self, events: list[Event]) -> None:
         """Called by the step loop's thread: one wake-up of the RPC loop for all news of a step."""

@@ -33,6 +33,7 @@ from stemserve.service.request import (
     Job,
     JobFailed,
     Load,
+    Realm,
     ScoreJob,
     ScorePart,
     ScoreResult,
@@ -176,14 +177,14 @@ class InProcessEngine:
     async def load(self) -> Load:
         return self._batcher.load()
 
-    async def pin(self, key: str, tokens: Int32, salt: bytes) -> int:
-        return self._batcher.pin(key, tokens, salt)
+    async def pin(self, key: str, tokens: Int32, realm: Realm) -> int:
+        return self._batcher.pin(key, tokens, realm)
 
     async def unpin(self, key: str) -> None:
         self._batcher.unpin(key)
 
-    async def resident_tokens(self, tokens: Int32, salt: bytes) -> int:
-        return self._batcher.resident_tokens(tokens, salt)
+    async def resident_tokens(self, tokens: Int32, realm: Realm) -> int:
+        return self._batcher.resident_tokens(tokens, realm)
 
     def turn(self) -> bool:
         """Fill the steps in flight and run the oldest; whether there was anything to do."""

@@ -16,6 +16,7 @@ from stemserve.service.request import (
     JobTiming,
     JobUsage,
     Load,
+    Realm,
     SampleToken,
     ScoreJob,
     ScorePart,
@@ -167,7 +168,7 @@ class BigramEngine:
             used_pages=6,
         )
 
-    async def pin(self, key: str, tokens: Int32, salt: bytes) -> int:
+    async def pin(self, key: str, tokens: Int32, realm: Realm) -> int:
         if self.error is not None:
             raise self.error
         self.pinned[key] = tokens.tolist()
@@ -176,7 +177,7 @@ class BigramEngine:
     async def unpin(self, key: str) -> None:
         self.pinned.pop(key, None)
 
-    async def resident_tokens(self, tokens: Int32, salt: bytes) -> int:
+    async def resident_tokens(self, tokens: Int32, realm: Realm) -> int:
         if self.error is not None:
             raise self.error
         return 0

@@ -17,6 +17,7 @@ from stemserve.service.request import (
     Job,
     JobUsage,
     Load,
+    Realm,
     SampleToken,
     WorkerFacts,
 )
@@ -136,13 +137,13 @@ class CountingBatcher:
             used_pages=0,
         )
 
-    def resident_tokens(self, tokens: Int32, salt: bytes) -> int:
+    def resident_tokens(self, tokens: Int32, realm: Realm) -> int:
         return 0
 
     def expire(self) -> list[Event]:
         return []
 
-    def pin(self, key: str, tokens: Int32, salt: bytes) -> int:
+    def pin(self, key: str, tokens: Int32, realm: Realm) -> int:
         return 0
 
     def unpin(self, key: str) -> None:

@@ -25,6 +25,7 @@ from stemserve.service.client import Client
 from stemserve.service.client_channel import Access
 from stemserve.service.client_errors import ClientError
 from stemserve.service.config_error import ConfigError
+from stemserve.service.request import NO_TRUNK, stored_sequences
 from stemserve.service.serving.reflection import V1, V1ALPHA
 
 KEYS = {"search": "key-of-search", "mail": "key-of-mail", "next": "key-of-next"}
@@ -37,6 +38,7 @@ TENANTS = {
 }
 BY_KEY = AuthConfig(mode="keys")
 MODE = inference_pb2.LogLikelihood()
+Register = prefixes_pb2.RegisterRequest
 
 
 def byte_engine() -> BigramEngine:
@@ -126,11 +128,11 @@ async def test_a_tenant_may_not_put_itself_before_all_others() -> None:
                         pass
 
 
-async def test_an_id_of_another_tenant_looks_like_one_that_nobody_registered() -> None:
+async def test_b48_an_id_of_another_tenant_looks_like_one_that_nobody_registered() -> None:
     async with serving(byte_engine(), auth=BY_KEY, tenants=TENANTS) as served:
         search, mail = await as_tenant(served, "search"), await as_tenant(served, "mail")
         async with search, mail:
-            request = prefixes_pb2.RegisterRequest(text="a shared text", prefix_id="mine")
+            request = Register(text="a shared text", prefix_id="mine")
             prefix = await search.register(request)
             assert [p.prefix_id for p in await search.list_prefixes()] == ["mine"]
             assert await mail.list_prefixes() == ()
@@ -149,16 +151,80 @@ async def test_an_id_of_another_tenant_looks_like_one_that_nobody_registered() -
             assert await search.score(["a"], MODE, contexts=[context])
 
 
-async def test_tenants_share_cached_pages_within_a_group_only() -> None:
+async def test_b48_tenants_of_one_group_too_share_no_cached_page_by_themselves() -> None:
     engine = byte_engine()
     async with serving(engine, auth=BY_KEY, tenants=TENANTS) as served:
         for name in KEYS:
             async with await as_tenant(served, name) as client:
                 await client.score(["a"], MODE, query="the same")
-    jobs = {job.tenant: job for job in engine.jobs}
-    assert len(jobs["search"].salt) == 32
-    assert jobs["search"].salt == jobs["next"].salt
-    assert jobs["search"].salt != jobs["mail"].salt
+    realms = [realm for job in engine.jobs for _, realm in stored_sequences(job)]
+    assert all(len(realm.salt) == 32 and realm.trunk == NO_TRUNK for realm in realms)
+    assert len({realm.salt for realm in realms}) == len(KEYS)
+
+
+async def test_b48_a_shared_prefix_is_the_groups_and_what_continues_it_each_tenants() -> None:
+    engine = byte_engine()
+    context = inference_pb2.Context(prefix_id="law", text=" and more")
+    async with serving(engine, auth=BY_KEY, tenants=TENANTS) as served:
+        search, other = await as_tenant(served, "search"), await as_tenant(served, "next")
+        async with search, other:
+            request = Register(text="the law", prefix_id="law", shared=True)
+            assert (await search.register(request)).shared
+            engine.jobs.clear()
+            for client in (search, other):
+                await client.score(["a"], MODE, contexts=[context])
+                generate = inference_pb2.GenerateRequest(prompt=context, max_new_tokens=1)
+                assert [step async for step in client.generate(generate)]
+    realms = [realm for job in engine.jobs for _, realm in stored_sequences(job)]
+    (trunk,) = {realm.trunk for realm in realms}
+    assert trunk.tokens == len("the law") and len(trunk.salt) == 32
+    salts = [realm.salt for realm in realms]
+    assert salts[:2] == [salts[0]] * 2 and salts[2:] == [salts[2]] * 2
+    assert len({trunk.salt, salts[0], salts[2]}) == 3
+
+
+async def test_a_shared_prefix_is_seen_by_its_group_and_kept_by_who_registered_it() -> None:
+    async with serving(byte_engine(), auth=BY_KEY, tenants=TENANTS) as served:
+        search, other = await as_tenant(served, "search"), await as_tenant(served, "next")
+        mail = await as_tenant(served, "mail")
+        async with search, other, mail:
+            await search.register(Register(text="the law", prefix_id="law", shared=True))
+            assert (await other.get_prefix("law")).shared
+            assert [prefix.prefix_id for prefix in await other.list_prefixes()] == ["law"]
+            for use in (other.release_prefix, other.renew_prefix):
+                with pytest.raises(ClientError, match="only they may renew") as refused:
+                    await use("law")
+                assert refused.value.code is grpc.StatusCode.PERMISSION_DENIED
+            for look in (mail.get_prefix, mail.release_prefix, mail.renew_prefix):
+                with pytest.raises(ClientError) as refused:
+                    await look("law")
+                assert refused.value.code is grpc.StatusCode.NOT_FOUND
+            await other.register(Register(text="the law", prefix_id="law", shared=True))
+            await search.release_prefix("law")
+            assert await search.get_prefix("law")
+            await other.release_prefix("law")
+            with pytest.raises(ClientError):
+                await search.get_prefix("law")
+
+
+async def test_only_what_continues_shared_content_can_be_shared() -> None:
+    async with serving(byte_engine(), auth=BY_KEY, tenants=TENANTS) as served:
+        search, mail = await as_tenant(served, "search"), await as_tenant(served, "mail")
+        async with search, mail:
+            await search.register(Register(text="secret", prefix_id="own"))
+            await search.register(Register(text="law", prefix_id="law", shared=True))
+            chapter = Register(text="!", parent_prefix_id="law", prefix_id="chapter", shared=True)
+            assert (await search.register(chapter)).shared
+            for client, request in (
+                (search, Register(text="!", parent_prefix_id="own", shared=True)),
+                (mail, Register(text="law", shared=True)),
+            ):
+                with pytest.raises(ClientError) as refused:
+                    await client.register(request)
+                assert refused.value.violations.keys() == {"shared"}
+            with pytest.raises(ClientError) as refused:
+                await search.register(Register(text="secret", prefix_id="own", shared=True))
+            assert refused.value.code is grpc.StatusCode.ALREADY_EXISTS
 
 
 async def test_requests_are_counted_by_tenant() -> None:

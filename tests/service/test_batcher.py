@@ -16,7 +16,7 @@ from tests.service.toy_jobs import (
 
 from stemserve.proto.v1 import worker_pb2
 from stemserve.service.batching.plan_arrays import unpack_int32
-from stemserve.service.request import Job
+from stemserve.service.request import Job, Realm
 
 
 def kinds(plan: worker_pb2.StepPlan) -> set[int]:
@@ -159,8 +159,8 @@ def test_a_context_that_is_only_to_be_computed_needs_no_step_when_cached() -> No
     usage = run_right(rig, again(warm, 1))[0]
     assert len(rig.plans) == steps
     assert (usage.cached_tokens, usage.prompt_tokens) == (40, 40)
-    assert rig.batcher.resident_tokens(warm.contexts[0], b"") == 40
-    assert rig.batcher.resident_tokens(warm.contexts[0], b"other") == 0
+    assert rig.batcher.resident_tokens(warm.contexts[0], Realm()) == 40
+    assert rig.batcher.resident_tokens(warm.contexts[0], Realm(salt=b"other")) == 0
 
 
 def test_usage_shares_the_bytes_of_a_step_by_rows() -> None:

@@ -18,6 +18,7 @@ from tests.service.toy_model import state_of
 from stemserve.proto.v1 import worker_pb2
 from stemserve.service.batching.plan_arrays import pack_float32, unpack_int32
 from stemserve.service.errors import EngineFault, NotReady
+from stemserve.service.request import Realm
 
 
 def finish(rig: Rig) -> None:
@@ -35,7 +36,7 @@ def test_a_failed_step_fails_its_jobs_and_leaves_nothing_of_them_in_the_cache() 
     for name in "ab":
         error = rig.answers[name].error
         assert isinstance(error, EngineFault) and "the device is gone" in str(error)
-    assert rig.batcher.resident_tokens(np.array(context, np.int32), b"") == 0
+    assert rig.batcher.resident_tokens(np.array(context, np.int32), Realm()) == 0
     assert rig.batcher.load().free_pages == 64
     finish(rig)
 
@@ -110,8 +111,8 @@ def test_a_context_without_finite_logits_fails_its_readers_and_is_not_kept() -> 
     job = likelihood_job("s", [good, bad], [[1, 2], [3, 4], [5]], [1, 0, 1])
     [answer] = rig.run(job)
     assert answer.result is not None and answer.result.failed_units.tolist() == [0, 2]
-    assert rig.batcher.resident_tokens(np.array(bad, np.int32), b"") == 16
-    assert rig.batcher.resident_tokens(np.array(good, np.int32), b"") == 20
+    assert rig.batcher.resident_tokens(np.array(bad, np.int32), Realm()) == 16
+    assert rig.batcher.resident_tokens(np.array(good, np.int32), Realm()) == 20
     finish(rig)
 
 
@@ -123,7 +124,7 @@ def test_a_generation_without_finite_logits_fails_alone() -> None:
     error = rig.answers["bad"].error
     assert isinstance(error, EngineFault) and "token 0 of sample 0" in str(error)
     assert_right(good, rig.answers["good"])
-    assert rig.batcher.resident_tokens(bad.prompt, b"") == 16
+    assert rig.batcher.resident_tokens(bad.prompt, Realm()) == 16
     finish(rig)
 
 

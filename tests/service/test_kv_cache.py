@@ -8,7 +8,7 @@ from stemserve.service.batching.kv_cache import KvCache
 from stemserve.service.batching.plan_arrays import unpack_int32
 from stemserve.service.batching.sequence import Branch, Chain
 from stemserve.service.batching.step_builder import StepBuilder
-from stemserve.service.request import Int32
+from stemserve.service.request import Int32, Realm
 
 PAGE = 4
 
@@ -27,7 +27,7 @@ def copies_of(step: StepBuilder, cache: KvCache) -> list[list[int]]:
 
 
 def acquire(cache: KvCache, tokens: list[int], *, computed: bool, own_tail: bool = False) -> Chain:
-    chain = cache.acquire(int32(tokens), b"", new_step(), own_tail=own_tail)
+    chain = cache.acquire(int32(tokens), Realm(), new_step(), own_tail=own_tail)
     assert chain is not None
     if computed:
         for node in chain.nodes:
@@ -58,7 +58,7 @@ def test_a_shared_part_of_a_page_is_copied_as_far_as_it_is_computed(planned: int
     first = acquire(cache, [1, 2, 3, 4, 5, 6, 7], computed=True)
     first.nodes[1].planned = planned
     step = new_step()
-    second = cache.acquire(int32([1, 2, 3, 4, 5, 6, 9, 9]), b"", step, own_tail=False)
+    second = cache.acquire(int32([1, 2, 3, 4, 5, 6, 9, 9]), Realm(), step, own_tail=False)
     assert second is not None
     copied = min(planned, 2)
     assert second.planned_tokens() == 4 + copied
@@ -69,10 +69,10 @@ def test_a_shared_part_of_a_page_is_copied_as_far_as_it_is_computed(planned: int
 def test_a_page_that_this_step_computes_is_no_source_of_a_copy() -> None:
     cache = KvCache(8, PAGE)
     step = new_step()
-    first = cache.acquire(int32([1, 2, 3]), b"", step, own_tail=False)
+    first = cache.acquire(int32([1, 2, 3]), Realm(), step, own_tail=False)
     assert first is not None
     step.mark_chain(first, 0, 3)
-    second = cache.acquire(int32([1, 2, 9]), b"", step, own_tail=False)
+    second = cache.acquire(int32([1, 2, 9]), Realm(), step, own_tail=False)
     assert second is not None
     assert copies_of(step, cache) == [] and second.planned_tokens() == 0
 
@@ -81,17 +81,17 @@ def test_without_room_nothing_is_held() -> None:
     cache = KvCache(3, PAGE)
     cache.tree.release(acquire(cache, [1, 2, 3, 4, 5], computed=True).nodes)
     held = acquire(cache, [7, 7], computed=True)
-    assert cache.acquire(int32(random_tokens(1, 12)), b"", new_step(), own_tail=False) is None
+    assert cache.acquire(int32(random_tokens(1, 12)), Realm(), new_step(), own_tail=False) is None
     assert cache.available_pages == 2
     cache.tree.release(held.nodes)
-    assert cache.acquire(int32(random_tokens(1, 12)), b"", new_step(), own_tail=False) is not None
+    assert acquire(cache, random_tokens(1, 12), computed=False)
 
 
 def test_the_source_of_a_copy_gives_way_where_it_takes_the_last_page() -> None:
     cache = KvCache(1, PAGE)
     cache.tree.release(acquire(cache, [1, 2, 3], computed=True).nodes)
     step = new_step()
-    chain = cache.acquire(int32([1, 2, 9]), b"", step, own_tail=False)
+    chain = cache.acquire(int32([1, 2, 9]), Realm(), step, own_tail=False)
     assert chain is not None and copies_of(step, cache) == [] and chain.planned_tokens() == 0
 
 
@@ -111,10 +111,10 @@ def test_what_a_generation_has_computed_is_found_when_it_has_ended() -> None:
     cache = KvCache(8, PAGE)
     prompt, talk = [1, 2, 3, 4, 5, 6], [1, 2, 3, 4, 5, 6, 7, 8, 9, 10]
     chain = acquire(cache, prompt, computed=True, own_tail=True)
-    cache.adopt(grown(cache, chain, talk), chain, int32(talk), b"")
+    cache.adopt(grown(cache, chain, talk), chain, int32(talk), Realm())
     cache.tree.release(chain.nodes)
-    assert cache.resident_tokens(int32(talk), b"") == 10
-    assert cache.resident_tokens(int32(prompt), b"") == 6
+    assert cache.resident_tokens(int32(talk), Realm()) == 10
+    assert cache.resident_tokens(int32(prompt), Realm()) == 6
     cache.check_idle({})
 
 
@@ -128,7 +128,7 @@ def test_generations_of_one_prompt_leave_no_page_behind_but_the_cached_ones(seed
     branches = [grown(cache, chain, talk) for talk in talks]
     for branch, talk in zip(branches, talks, strict=True):
         if rng.random() < 0.7:
-            cache.adopt(branch, chain, int32(talk), b"")
+            cache.adopt(branch, chain, int32(talk), Realm())
         else:
             cache.drop(branch)
     cache.tree.release(chain.nodes)
@@ -138,6 +138,6 @@ def test_generations_of_one_prompt_leave_no_page_behind_but_the_cached_ones(seed
 def test_a_page_held_by_nobody_is_a_fault() -> None:
     cache = KvCache(4, PAGE)
     tokens: Int32 = int32([1, 2])
-    cache.acquire(tokens, b"", new_step(), own_tail=False)
+    cache.acquire(tokens, Realm(), new_step(), own_tail=False)
     with pytest.raises(RuntimeError, match="held"):
         cache.check_idle({})

@@ -7,6 +7,7 @@ from tests.service.literal_worker import PAGE
 from tests.service.toy_jobs import generate_job, int32, label_job, random_tokens, run_right
 
 from stemserve.service.errors import NeverFits, QuotaExceeded
+from stemserve.service.request import Realm
 
 PAGES = 20
 
@@ -18,15 +19,15 @@ def warmed(rig: Rig, seed: int, tokens: int) -> list[int]:
 
 
 def pin(rig: Rig, key: str, context: list[int]) -> int:
-    return rig.batcher.pin(key, int32(context), b"")
+    return rig.batcher.pin(key, int32(context), Realm())
 
 
 def resident(rig: Rig, context: list[int]) -> int:
-    return rig.batcher.resident_tokens(int32(context), b"")
+    return rig.batcher.resident_tokens(int32(context), Realm())
 
 
 @pytest.mark.parametrize("tokens", [PAGE, 3 * PAGE, 3 * PAGE + 1, PAGE - 1])
-def test_a_pinned_prefix_outlives_what_others_need(tokens: int) -> None:
+def test_b47_a_pinned_prefix_outlives_what_others_need(tokens: int) -> None:
     rig = make_rig(pages=PAGES)
     kept, lost = warmed(rig, 1, tokens), warmed(rig, 2, tokens)
     assert pin(rig, "kept", kept) == tokens
@@ -63,7 +64,7 @@ def test_only_what_is_computed_can_be_pinned() -> None:
     assert pin(rig, "other", random_tokens(3, 50)) == 0
 
 
-def test_half_of_the_pool_may_be_pinned_and_shared_pages_count_once() -> None:
+def test_b47_half_of_the_pool_may_be_pinned_and_shared_pages_count_once() -> None:
     rig = make_rig(pages=PAGES)
     context = warmed(rig, 1, 10 * PAGE)
     pin(rig, "a", context)
@@ -89,7 +90,7 @@ def test_pinning_again_under_a_key_replaces_the_pin() -> None:
     rig.batcher.check_idle()
 
 
-def test_a_job_that_pins_leave_no_room_for_is_refused_at_once() -> None:
+def test_b45_a_job_that_pins_leave_no_room_for_is_refused_at_once() -> None:
     rig = make_rig(pages=PAGES)
     pin(rig, "a", warmed(rig, 1, 8 * PAGE))
     with pytest.raises(NeverFits, match="12 that are not pinned"):

@@ -5,9 +5,10 @@ import pytest
 
 from stemserve.service.batching.page_allocator import PageAllocator
 from stemserve.service.batching.prefix_tree import PageNode, PrefixTree, common_tokens, token_key
-from stemserve.service.request import Int32
+from stemserve.service.request import Int32, Realm, Trunk
 
 PAGE = 4
+HERE = Realm()
 
 
 def tokens_of(*values: int) -> Int32:
@@ -21,16 +22,16 @@ class Cache:
         self.allocator = PageAllocator(pages)
         self.tree = PrefixTree(self.allocator, PAGE)
 
-    def hold(self, tokens: Int32, salt: bytes = b"") -> list[PageNode]:
+    def hold(self, tokens: Int32, realm: Realm = HERE) -> list[PageNode]:
         """Adds what is missing, as computed."""
         key = token_key(tokens)
-        nodes, tail, shared = self.tree.match(key, salt)
+        nodes, tail, shared = self.tree.match(key, realm)
         if tail is not None and len(nodes) * PAGE + shared == len(tokens) == 0:
             nodes.append(tail)
         self.tree.retain(nodes)
         while len(nodes) * PAGE < len(tokens):
             part = key[len(nodes) * PAGE * 4 : (len(nodes) + 1) * PAGE * 4]
-            parent = nodes[-1] if nodes else self.tree.root(salt)
+            parent = self.tree.parent(nodes, realm)
             known = self.tree.child(parent, part)
             if known is not None:
                 self.tree.retain([known])
@@ -41,8 +42,8 @@ class Cache:
             nodes.append(node)
         return nodes
 
-    def matched(self, tokens: Int32, salt: bytes = b"") -> int:
-        nodes, _, shared = self.tree.match(token_key(tokens), salt)
+    def matched(self, tokens: Int32, realm: Realm = HERE) -> int:
+        nodes, _, shared = self.tree.match(token_key(tokens), realm)
         return len(nodes) * PAGE + shared
 
 
@@ -68,10 +69,10 @@ def test_ids_that_share_bytes_are_told_apart() -> None:
 
 def test_a_salt_sees_its_own_pages_only() -> None:
     cache = Cache(8)
-    cache.hold(tokens_of(1, 2, 3, 4, 5), b"a")
-    assert cache.matched(tokens_of(1, 2, 3, 4, 5), b"a") == 5
-    assert cache.matched(tokens_of(1, 2, 3, 4, 5), b"b") == 0
-    assert cache.matched(tokens_of(1, 2, 3, 4, 5), b"") == 0
+    cache.hold(tokens_of(1, 2, 3, 4, 5), Realm(salt=b"a"))
+    assert cache.matched(tokens_of(1, 2, 3, 4, 5), Realm(salt=b"a")) == 5
+    assert cache.matched(tokens_of(1, 2, 3, 4, 5), Realm(salt=b"b")) == 0
+    assert cache.matched(tokens_of(1, 2, 3, 4, 5), HERE) == 0
 
 
 def test_the_least_recently_used_leaf_goes_first() -> None:
@@ -141,7 +142,7 @@ def test_a_leaf_that_is_filled_further_is_found_by_its_new_tokens() -> None:
     nodes = cache.hold(tokens_of(1, 2))
     cache.hold(tokens_of(1, 2, 7))
     cache.tree.extend_key(nodes[0], token_key(tokens_of(1, 2, 3, 4)))
-    assert cache.tree.match(token_key(tokens_of(1, 2, 3, 4)), b"").nodes == nodes
+    assert cache.tree.match(token_key(tokens_of(1, 2, 3, 4)), HERE).nodes == nodes
 
 
 def test_the_list_of_eviction_candidates_stays_small() -> None:
@@ -152,3 +153,57 @@ def test_the_list_of_eviction_candidates_stays_small() -> None:
     assert len(cache.tree._evictable) < 100  # pyright: ignore[reportPrivateUsage]
     cache.tree.evict(1)
     assert cache.allocator.num_free == 4
+
+
+def behind_trunk(salt: bytes, tokens: int) -> Realm:
+    return Realm(salt=salt, trunk=Trunk(salt=b"group", tokens=tokens))
+
+
+def test_a_trunk_is_shared_to_its_last_full_page_and_what_follows_is_not() -> None:
+    cache = Cache(20)
+    tokens = tokens_of(1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13)
+    cache.hold(tokens, behind_trunk(b"a", 10))
+    assert cache.matched(tokens, behind_trunk(b"a", 10)) == 13
+    assert cache.matched(tokens, behind_trunk(b"b", 10)) == 8
+    assert cache.matched(tokens, behind_trunk(b"b", 13)) == 8
+    assert cache.matched(tokens, behind_trunk(b"a", 7)) == 4
+    assert cache.matched(tokens, Realm(salt=b"a")) == 0
+    assert cache.matched(tokens, Realm(salt=b"group")) == 8
+
+
+@pytest.mark.parametrize("trunk", [0, 3])
+def test_a_trunk_without_a_full_page_shares_nothing(trunk: int) -> None:
+    cache = Cache(20)
+    cache.hold(tokens_of(1, 2, 3, 4, 5), behind_trunk(b"a", trunk))
+    assert cache.matched(tokens_of(1, 2, 3, 4, 5), behind_trunk(b"b", trunk)) == 0
+    assert cache.matched(tokens_of(1, 2, 3, 4, 5), Realm(salt=b"a")) == 5
+
+
+def test_a_trunk_stays_while_a_tenant_has_pages_behind_it() -> None:
+    cache = Cache(8)
+    trunk, tokens = tokens_of(1, 2, 3, 4), tokens_of(1, 2, 3, 4, 5)
+    for salt in (b"a", b"b"):
+        cache.tree.release(cache.hold(tokens, behind_trunk(salt, 4)))
+    cache.tree.evict(1)
+    assert cache.matched(trunk, behind_trunk(b"c", 4)) == 4
+    assert cache.matched(tokens, behind_trunk(b"a", 4)) == 4
+    assert cache.matched(tokens, behind_trunk(b"b", 4)) == 5
+    cache.tree.evict(2)
+    assert cache.matched(trunk, behind_trunk(b"c", 4)) == 0
+    assert cache.allocator.num_free == 8 and cache.tree.num_pages == 0
+
+
+def test_a_discarded_trunk_takes_the_pages_of_all_tenants_along() -> None:
+    cache = Cache(8)
+    tokens = tokens_of(1, 2, 3, 4, 5, 6, 7, 8, 9)
+    held = cache.hold(tokens, behind_trunk(b"a", 8))
+    cache.tree.release(cache.hold(tokens, behind_trunk(b"b", 8)))
+    cache.tree.discard(held[1])
+    assert cache.tree.num_pages == 1 and cache.allocator.num_free == 5
+    assert cache.matched(tokens, behind_trunk(b"b", 8)) == 4
+    again = cache.hold(tokens, behind_trunk(b"b", 8))
+    cache.tree.release(held)
+    cache.tree.release(again)
+    assert cache.tree.num_unreferenced == cache.tree.num_pages == 3
+    cache.tree.evict(3)
+    assert cache.allocator.num_free == 8

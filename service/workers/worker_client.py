@@ -13,7 +13,7 @@ from stemserve.service.request import WorkerFacts
 
 UNLIMITED = -1  # a plan is as large as the biases and bans of a call; batching bounds it
 _POLL_S = 0.1
-_REPORT_S = 10.0
+REPORT_S = 10.0
 _PROBE_S = 1.0
 _OPTIONS = (
     ("grpc.max_send_message_length", UNLIMITED),
@@ -57,10 +57,10 @@ class WorkerClient:
         call = self._stub.Describe.future(
             worker_pb2.DescribeRequest(), timeout=timeout_s, wait_for_ready=True
         )
-        report_at = time.monotonic() + _REPORT_S
+        report_at = time.monotonic() + REPORT_S
         while True:
             if time.monotonic() >= report_at:
-                report_at += _REPORT_S
+                report_at += REPORT_S
                 _log.info("worker %s does not answer yet: %s", self.address, self._probe())
             try:
                 return _facts(call.result(timeout=_POLL_S))

@@ -86,10 +86,19 @@ async def test_who_may_not_call_takes_no_place() -> None:
 
 @pytest.mark.parametrize(("size", "code"), [(2_000, "OK"), (5_000, "RESOURCE_EXHAUSTED")])
 async def test_metadata_is_bounded(size: int, code: str) -> None:
-    async with serving(byte_engine(), limits=Limits(max_metadata_bytes=4_096)) as served:
+    """And the other calls of the connection go on."""
+    engine = byte_engine(held=True)
+    async with serving(engine, limits=Limits(max_metadata_bytes=4_096)) as served:
+        beside = inference(served.channel).Score(REQUEST)
+        await until(lambda: engine.running == 1)
         call = inference(served.channel).Score(REQUEST, metadata=[("x", "v" * size)])
+        if code == "OK":
+            await until(lambda: engine.running == 2)
+        else:
+            assert (await call.code()).name == code
+        engine.hold.set()
         assert (await call.code()).name == code
-        await score(served)
+        assert await beside.code() is grpc.StatusCode.OK
 
 
 async def test_a_message_above_the_limit_is_refused_before_it_is_read() -> None:

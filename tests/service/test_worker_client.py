@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from stemserve.proto.v1 import worker_pb2
+from stemserve.service.workers import worker_client
 from stemserve.service.workers.worker_client import WorkerClient, WorkerUnreachable
 
 StartWorker = Callable[..., str]
@@ -43,6 +44,19 @@ def test_describe_names_the_address_that_does_not_answer() -> None:
     with pytest.raises(WorkerUnreachable, match=r"worker unix:/nowhere/worker\.sock: DEADLINE"):
         client.describe(timeout_s=0.3, give_up=never)
     client.close()
+
+
+def test_a_worker_that_does_not_answer_is_logged_with_the_reason(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(worker_client, "REPORT_S", 0.2)
+    caplog.set_level("INFO")
+    client = WorkerClient("unix:/nowhere/worker.sock")
+    with pytest.raises(WorkerUnreachable, match="No such file"):
+        client.describe(timeout_s=1.0, give_up=never)
+    client.close()
+    assert "worker unix:/nowhere/worker.sock does not answer yet" in caplog.text
+    assert "No such file" in caplog.text
 
 
 def test_results_come_in_order_of_the_plans(fake_worker: StartWorker) -> None:

@@ -144,9 +144,9 @@ async def test_parts_together_are_the_whole_answer(mode: str, most_items: int, u
             np.testing.assert_array_equal(part.label_mass, whole.label_mass[part.item_index])
         if mode == "likelihood":
             np.testing.assert_array_equal(part.is_greedy, whole.is_greedy[part.item_index])
-            for row, item in enumerate(part.item_index.tolist()):
-                logprobs = (part.token_logprobs[row], whole.token_logprobs[item])
-                np.testing.assert_array_equal(*logprobs)
+            for row, item in enumerate(map(int, part.item_index)):
+                logprobs = whole.token_logprobs[item]
+                np.testing.assert_array_equal(part.token_logprobs[row], logprobs)
     errors = sorted((error for part in parts for error in part.errors), key=lambda e: e.index)
     assert tuple(errors) == whole.errors and len(errors) == 3
     assert [part.more for part in parts] == [True] * (len(parts) - 1) + [False]

@@ -115,7 +115,9 @@ def test_the_h200_comes_with_heads_of_three_shapes() -> None:
 def test_shipped_corrections_are_finite_wherever_they_are_asked(device: str) -> None:
     rng = np.random.default_rng(0)
     for table in shipped_cost_tables(device):
+        assert set(table.corrections) == set(Phase)
         for corrections in table.corrections.values():
+            assert corrections.strategies
             for key in corrections.strategies:
                 features = rng.uniform(0, 16, FEATURES)
                 cost = corrections.corrected(key, features, Cost(1e-5, 1e-5))

@@ -106,11 +106,19 @@ async def test_tokens_of_another_key_or_algorithm_are_refused(tmp_path: Path) ->
 
 
 async def test_the_issuers_new_keys_are_read_while_the_server_runs(tmp_path: Path) -> None:
+    """And a key that is withdrawn signs no more."""
     issuer = Issuer(tmp_path)
-    async with serving(byte_engine(), auth=issuer.config, tenants=TENANTS) as served:
+    withdrawn = Access(key=issuer.token())
+    async with serving(
+        byte_engine(), auth=issuer.config, tenants=TENANTS, access=withdrawn
+    ) as served:
+        assert await served.client.score(["a"], MODE, query="q")
         issuer.rotate("second")
-        async with Client(served.target, access=Access(key=issuer.token())) as client:
-            await until_answered(client)
+        async with Client(served.target, access=Access(key=issuer.token())) as current:
+            await until_answered(current)
+        with pytest.raises(ClientError) as refused:
+            await served.client.score(["a"], MODE, query="q")
+        assert refused.value.code is grpc.StatusCode.UNAUTHENTICATED
 
 
 async def until_answered(client: Client, patience_s: float = 20.0) -> None:

@@ -36,6 +36,7 @@ def test_there_is_one_gather_a_label_prefix_and_one_suffix_a_deepest_prefix(seed
     deepest = {p for p in prefixes if not any(q[:-1] == p for q in prefixes if q)}
     reads = plan_label_reads(labels)
     assert len(reads.gather_depth) == len(prefixes)
+    assert len(reads.suffixes) == len(deepest)
     assert {tuple(reads.suffixes[i].tolist()) for i in range(len(reads.suffixes))} == deepest
 
 

@@ -209,6 +209,7 @@ def test_more_rows_than_the_chain_has_tokens_are_refused() -> None:
 def test_random_bytes_never_pass_as_anything_but_a_bad_plan(cut: int) -> None:
     rng = np.random.default_rng(cut)
     names = [f.name for f in worker_pb2.StepPlan.DESCRIPTOR.fields if f.type == f.TYPE_BYTES]
+    taken = 0
     for _ in range(300):
         plan = good_plan().build()
         for name in rng.choice(names, size=rng.integers(1, 3), replace=False):
@@ -220,7 +221,16 @@ def test_random_bytes_never_pass_as_anything_but_a_bad_plan(cut: int) -> None:
             step = decode_step(plan, LIMITS)
         except BadPlan:
             continue
+        taken += 1
         assert step.kv_slots.max() < LIMITS.kv_pages * LIMITS.page_size
+        assert -LIMITS.sampler_slots <= step.token_ids.min()
+        assert step.token_ids.max() < LIMITS.vocab_size
+        assert step.positions.min() >= 0
+        assert step.positions.max() < LIMITS.context_tokens
+        for rows in (step.gathers.rows, step.samples.rows, step.classify_rows):
+            assert ((rows >= 0) & (rows < step.num_rows)).all()
+        assert step.layout.node_pages.max() < LIMITS.kv_pages
+    assert taken
 
 
 def test_every_kernel_may_be_forced() -> None:

@@ -200,5 +200,20 @@ async def test_b48_a_group_finds_the_full_pages_of_a_shared_prefix_and_each_tena
     np.testing.assert_allclose(scores, scores[0], rtol=0, atol=2 * TOLERANCE)
 
 
+async def test_b48_a_prefix_of_one_tenant_is_not_found_by_another(
+    tenant_ports: dict[str, int],
+) -> None:
+    """Not even by one of its sharing group."""
+    target = f"127.0.0.1:{tenant_ports['rpc']}"
+    async with Client(target, access=Access(key="ads")) as owner:
+        await owner.register(Register(text="hello", prefix_id="mine", warm=True))
+        assert (await score_prefix(owner, "mine", ["ab"])).usage.cached_tokens == 4
+        for name in ("news", "search"):
+            async with Client(target, access=Access(key=name)) as other:
+                with pytest.raises(ClientError) as unknown:
+                    await score_prefix(other, "mine", ["ab"])
+                assert unknown.value.code is grpc.StatusCode.NOT_FOUND
+
+
 def as_tenant(ports: dict[str, int], name: str) -> Client:
     return Client(f"127.0.0.1:{ports['rpc']}", access=Access(key=name))

@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+import torch
 from tests.e2e.random_models import MakeRig, RandomModels, random_tokens
 from tests.e2e.score_cases import TOLERANCE, ScoreCase, blob, packed
 from tests.service.serving import BOS_ID, EOS_ID
@@ -61,17 +62,37 @@ async def test_b03_each_call_on_a_cached_prefix_has_as_many_logprobs_as_its_item
         assert len(answer.token_logprobs) == length
 
 
+@pytest.fixture(scope="module")
+def models_in_halves(tmp_path_factory: pytest.TempPathFactory) -> RandomModels:
+    return RandomModels(tmp_path_factory, dtype="bfloat16")
+
+
+@pytest.mark.parametrize("halves", [False, True])
 @pytest.mark.parametrize("kernel", SHARED_KERNELS)
 async def test_b08_warm_runs_are_equal_bit_by_bit(
-    models: RandomModels, make_rig: MakeRig, rng: Rng, kernel: inference_pb2.Kernel.ValueType
+    models: RandomModels,
+    models_in_halves: RandomModels,
+    make_rig: MakeRig,
+    rng: Rng,
+    kernel: inference_pb2.Kernel.ValueType,
+    halves: bool,
 ) -> None:
-    model = models.lm("Llama")
+    model = (models_in_halves if halves else models).lm("Llama")
     rig = make_rig(model)
-    items = [random_tokens(rng, length) for length in (3, 20, 1)]
+    items = [random_tokens(rng, length) for length in (30, 50, 1)]
     case = ScoreCase(contexts=[random_tokens(rng, 37)], items=items, kernel=kernel)
     runs = [await rig.score(case.request) for _ in range(5)]
     assert [list(run.token_logprobs) for run in runs[2:]] == [list(runs[1].token_logprobs)] * 3
-    case.assert_right(model.oracle, runs[0])
+    if not halves:
+        case.assert_right(model.oracle, runs[0])
+    lossy = model.oracle.in_type(torch.bfloat16)
+    exact, theirs = (
+        np.concatenate([oracle.token_logprobs(case.contexts[0], item) for item in items])
+        for oracle in (model.oracle, lossy)
+    )
+    for run in runs[:2]:
+        lost = np.abs(np.array(run.token_logprobs) - exact).mean()
+        assert lost <= 1.5 * np.abs(theirs - exact).mean()
 
 
 @pytest.mark.parametrize("kernel", SHARED_KERNELS)

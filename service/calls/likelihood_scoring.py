@@ -41,8 +41,9 @@ class LikelihoodScoring:
         return reads, cls(scored_ids=ids, scored_indptr=offsets(counts), options=options)
 
     def take(self, rows: Int32) -> "LikelihoodScoring":
-        counts = np.diff(self.scored_indptr)[rows]
-        ids = self.scored_ids[slice_indices(self.scored_indptr[:-1][rows], counts)]
+        starts = self.scored_indptr[rows]
+        counts = self.scored_indptr[rows + 1] - starts
+        ids = self.scored_ids[slice_indices(starts, counts)]
         return replace(self, scored_ids=ids, scored_indptr=offsets(counts))
 
     def read(self, values: Values) -> Readout:

@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 
 from stemserve.proto.v1 import inference_pb2
 from stemserve.service.calls.reading import Values
@@ -74,9 +75,7 @@ class ScoreParts:
 
     def _message(self, values: Values, items: Int32) -> inference_pb2.ScoreResponse:
         plan = self._plan
-        place = np.searchsorted(plan.rows.items, items)
-        has_row = np.isin(items, plan.rows.items)
-        rows = place[has_row].astype(np.int32)
+        rows, has_row = self._rows(items)
         readout = plan.mode.take(rows).read(self._values(values, rows))
         finite = has_scores(readout) & ~self._failed[rows] & ~self._late[rows]
         order = np.full(len(items), -1, np.int32)
@@ -90,13 +89,25 @@ class ScoreParts:
         message.errors.extend(error_messages(problems))
         return message
 
+    def _rows(self, items: Int32) -> tuple[Int32, NDArray[np.bool_]]:
+        """Of those items that have one, and which do."""
+        known = self._plan.rows.items
+        rows = np.searchsorted(known, items).astype(np.int32)
+        has_row = rows < len(known)
+        has_row[has_row] = known[rows[has_row]] == items[has_row]
+        return rows[has_row], has_row
+
     def _values(self, values: Values, rows: Int32) -> _RowValues:
-        reads, bounds = self._plan.reads, self._gather_indptr
-        gathers = slice_indices(bounds[:-1][rows], np.diff(bounds)[rows])
-        lengths = np.diff(reads.gather_indptr)[gathers]
-        ids = slice_indices(reads.gather_indptr[:-1][gathers], lengths)
+        reads = self._plan.reads
+        gathers = _inside(self._gather_indptr, rows)
+        ids = _inside(reads.gather_indptr, gathers)
         return _RowValues(
             gather_logprobs=values.gather_logprobs[ids],
             gather_argmax=values.gather_argmax[gathers],
             class_scores=values.class_scores[rows] if reads.classify else values.class_scores,
         )
+
+
+def _inside(indptr: Int32, slices: Int32) -> Int32:
+    """All places of these slices."""
+    return slice_indices(indptr[slices], indptr[slices + 1] - indptr[slices])

@@ -1,5 +1,6 @@
 """The Info service."""
 
+import asyncio
 from dataclasses import asdict
 
 from stemserve.proto.v1 import info_pb2, info_pb2_grpc
@@ -9,10 +10,12 @@ from stemserve.service.calls.generate_runner import GenerateRunner
 from stemserve.service.calls.prefix_registry import PrefixRegistry
 from stemserve.service.calls.score_runner import ScoreRunner
 from stemserve.service.engine import Engine
-from stemserve.service.errors import InvalidRequest
+from stemserve.service.errors import InvalidRequest, QueueFull
 from stemserve.service.limits import Limits
 from stemserve.service.request import Job, stored_sequences
 from stemserve.service.serving.call_status import Context, remaining_deadline
+
+RETRY_S = 1.0
 
 
 class InfoServicer(info_pb2_grpc.InfoServicer):
@@ -32,6 +35,8 @@ class InfoServicer(info_pb2_grpc.InfoServicer):
         self._generate = generate
         self._limits = limits
         self._version = version
+        # Planning takes the processor from running calls, and no queue or quota counts it.
+        self._explains = asyncio.Semaphore(1)
 
     async def GetModel(
         self, request: info_pb2.GetModelRequest, context: Context
@@ -70,7 +75,12 @@ class InfoServicer(info_pb2_grpc.InfoServicer):
     async def Explain(
         self, request: info_pb2.ExplainRequest, context: Context
     ) -> info_pb2.ExplainResponse:
-        job = await self._job(request, context)
+        if self._explains.locked():
+            raise QueueFull("another call is explained; retry later", retry_after_s=RETRY_S)
+        async with self._explains:
+            return await self._explain(await self._job(request, context))
+
+    async def _explain(self, job: Job) -> info_pb2.ExplainResponse:
         steps = await self._engine.explain(job)
         explained = [explained_step(*step) for step in steps]
         cached = [

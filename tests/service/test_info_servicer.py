@@ -1,5 +1,8 @@
 """The Info service through a real socket."""
 
+import asyncio
+
+import grpc
 import numpy as np
 import pytest
 from tests.service.bigram_engine import BigramEngine, random_bigrams
@@ -10,6 +13,22 @@ from stemserve.proto.v1 import inference_pb2, info_pb2, prefixes_pb2, worker_pb2
 from stemserve.service.calls.explanation import explained_step
 from stemserve.service.client_errors import ClientError
 from stemserve.service.limits import Limits
+from stemserve.service.request import Int32, Job
+
+
+class SlowExplainer(BigramEngine):
+    """Explains nothing, once it may go on."""
+
+    def __init__(self) -> None:
+        super().__init__(random_bigrams(BYTE_VOCABULARY))
+        self.explaining, self.go_on = asyncio.Event(), asyncio.Event()
+
+    async def explain(
+        self, job: Job
+    ) -> list[tuple[worker_pb2.StepPlan, worker_pb2.PredictResponse, Int32]]:
+        self.explaining.set()
+        await self.go_on.wait()
+        return []
 
 
 def blob(*values: int) -> bytes:
@@ -45,6 +64,25 @@ async def test_explain_needs_a_request() -> None:
     async with serving(BigramEngine()) as served:
         with pytest.raises(ClientError, match="set score or generate"):
             await served.client.explain(info_pb2.ExplainRequest())
+
+
+async def test_one_call_is_explained_at_a_time_and_more_are_refused() -> None:
+    engine = SlowExplainer()
+    request = info_pb2.ExplainRequest(
+        score=inference_pb2.ScoreRequest(
+            items=["a"], query="q", log_likelihood=inference_pb2.LogLikelihood()
+        )
+    )
+    async with serving(engine) as served:
+        first = asyncio.create_task(served.client.explain(request))
+        await engine.explaining.wait()
+        with pytest.raises(ClientError, match="another call is explained") as refused:
+            await served.client.explain(request)
+        assert refused.value.code is grpc.StatusCode.RESOURCE_EXHAUSTED
+        assert refused.value.retry_after_s == 1.0
+        engine.go_on.set()
+        await first
+        assert await served.client.explain(request)
 
 
 def test_an_explained_node_is_read_by_the_rows_of_all_segments_below_it() -> None:

@@ -1,7 +1,9 @@
 """Calls that are left, late, large or counted, with known right answers, on real servers."""
 
 import asyncio
+import os
 import re
+import signal
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Callable
@@ -11,7 +13,8 @@ from typing import Any
 
 import grpc
 import pytest
-from tests.e2e.served import scrape, until_idle, until_running
+from grpc_health.v1.health_pb2 import HealthCheckResponse
+from tests.e2e.served import check_health, children, scrape, until_idle, until_running
 
 from stemserve.proto.v1 import inference_pb2, inference_pb2_grpc
 from stemserve.service.client import Client
@@ -175,6 +178,22 @@ async def test_b51_what_is_late_before_it_starts_is_never_computed(
     assert max(rows) == 4  # the prompt, or the four samples
 
 
+async def test_b45_what_can_never_fit_is_refused_at_once_without_a_time_to_retry(
+    client: Client,
+) -> None:
+    """A prompt larger than the cache, and samples that outgrow it together."""
+    large = generation(1)
+    large.prompt.text = "a" * (KV_PAGES * 16 + 1)
+    small = asyncio.create_task(client.score(["abc"], LIKELIHOOD, query="once"))
+    for request in (large, generation(600, n=8)):
+        with pytest.raises(ClientError) as refusal:
+            await anext(client.generate(request))
+        assert refusal.value.code is grpc.StatusCode.RESOURCE_EXHAUSTED
+        assert refusal.value.reason == "NEVER_FITS"
+        assert refusal.value.retry_after_s is None
+    assert len((await small).scores) == 1
+
+
 @pytest.mark.parametrize(("least_s", "ends"), [(1.0, False), (60.0, True)])
 async def test_b53_a_client_may_ping_as_often_as_agreed_while_a_step_brings_nothing(
     start_server: StartServer,
@@ -228,3 +247,27 @@ async def test_b57_counters_never_fall_and_no_call_makes_a_series(
             if re.search(r"_(total|count|sum|bucket)(\{|$)", series):
                 assert now[series] >= value, series
         before = now
+
+
+async def test_b55_a_worker_that_hangs_is_noticed_and_replaced(
+    start_server: StartServer, tiny_model: Path, tmp_path: Path
+) -> None:
+    config = tmp_path / "stemserve.toml"
+    config.write_text("[worker]\nstep_timeout_least_s = 0.5\nstep_timeout_s = 2.0\n")
+    server, ports = start_server(
+        *("--config", config, "--model", tiny_model, "--load-format", "dummy", "--threads", 1)
+    )
+    (worker,) = children(server.pid)
+    async with Client(f"127.0.0.1:{ports['rpc']}", timeout_s=60.0) as client:
+        before = await client.score(["abc"], LIKELIHOOD, query="once")
+        os.kill(worker, signal.SIGSTOP)
+        with pytest.raises(ClientError, match="UNAVAILABLE"):
+            await client.score(["abc"], LIKELIHOOD, query="twice")
+        assert await check_health(ports["health"]) == HealthCheckResponse.NOT_SERVING
+        assert await check_health(ports["health"], "liveness") == HealthCheckResponse.SERVING
+        async with asyncio.timeout(60):
+            while await check_health(ports["health"]) != HealthCheckResponse.SERVING:
+                await asyncio.sleep(0.1)
+        after = await client.score(["abc"], LIKELIHOOD, query="once")
+    assert after.scores.tolist() == before.scores.tolist()
+    assert children(server.pid) != [worker]

@@ -8,7 +8,7 @@ from itertools import count
 from stemserve.service.calls.prefix_registry import PrefixRegistry, RegisteredPrefix
 from stemserve.service.calls.scoring import context_job
 from stemserve.service.engine import Engine
-from stemserve.service.errors import NotReady, QueueFull, RequestError
+from stemserve.service.errors import NotReady, PrefixNotFound, QueueFull, RequestError
 
 PERIOD_S = 1.0  # how long pages of an expired pin may stay
 REWARM_PRIORITY = -100  # after a restart, callers come first
@@ -43,6 +43,9 @@ class PrefixKeeper:
                 return
             realm = prefix.realm(prefix.owner)
             pinned = await self._engine.pin(prefix.pin_key, prefix.tokens, realm)
+            if not self._registry.wants_pin(prefix):  # it went meanwhile: nobody else would unpin
+                await self._engine.unpin(prefix.pin_key)
+                raise PrefixNotFound(prefix.prefix_id)
             if pinned == len(prefix.tokens):
                 return
         raise QueueFull(
@@ -61,16 +64,24 @@ class PrefixKeeper:
 
     async def keep(self) -> None:
         """Runs until cancelled: expired pins are let go, a new worker is given its prefixes."""
-        while True:
-            await asyncio.sleep(PERIOD_S)
-            await self.let_go()
-            if self._engine.generation != self._generation:
+        rewarming: asyncio.Task[None] | None = None
+        async with asyncio.TaskGroup() as tasks:
+            while True:
+                await asyncio.sleep(PERIOD_S)
+                await self.let_go()
+                if self._engine.generation == self._generation:
+                    continue
                 self._generation = self._engine.generation
-                await self._rewarm()
+                if rewarming is not None:
+                    rewarming.cancel()
+                # Beside this loop: under load callers come first, for as long as it takes.
+                rewarming = tasks.create_task(self._rewarm())
 
     async def _rewarm(self) -> None:
         prefixes = self._registry.to_keep_warm()
         for prefix in prefixes:
+            if prefix.pin and not self._registry.wants_pin(prefix):
+                continue
             try:
                 await self.warm(prefix, deadline=None, priority=REWARM_PRIORITY)
             except RequestError as error:

@@ -167,6 +167,11 @@ class PrefixRegistry:
         self._drop_expired()
         return tuple(prefix for prefix in self._prefixes.values() if prefix.warm)
 
+    def wants_pin(self, prefix: RegisteredPrefix) -> bool:
+        """Whether it is still there, and to be pinned."""
+        known = self._live((prefix.space, prefix.prefix_id))
+        return known is not None and known.pin and np.array_equal(known.tokens, prefix.tokens)
+
     def take_dropped(self) -> tuple[RegisteredPrefix, ...]:
         """Pinned prefixes that were released or have expired since the last call, and were not
         pinned again: that replaced their pin."""

@@ -11,7 +11,7 @@ from tests.service.serving import BYTE_VOCABULARY, serving
 from stemserve.proto.v1 import prefixes_pb2
 from stemserve.service.calls import prefix_keeper
 from stemserve.service.client_errors import ClientError
-from stemserve.service.request import ScoreJob
+from stemserve.service.request import ScoreJob, ScoreResult
 
 Register = prefixes_pb2.RegisterRequest
 
@@ -63,6 +63,67 @@ async def test_a_new_worker_computes_what_should_be_warm() -> None:
         jobs = [job for job in served.engine.jobs if isinstance(job, ScoreJob)]
         assert sorted(len(job.contexts[0]) for job in jobs) == [4, 6]
         assert all(job.priority < 0 for job in jobs)
+
+
+class HeldEngine(BigramEngine):
+    """Scores nothing before it may go on."""
+
+    def __init__(self) -> None:
+        super().__init__(random_bigrams(BYTE_VOCABULARY))
+        self.go_on = asyncio.Event()
+        self.go_on.set()
+        self.holds = 0
+
+    async def score(self, job: ScoreJob) -> ScoreResult:
+        self.holds += not self.go_on.is_set()
+        await self.go_on.wait()
+        return await super().score(job)
+
+
+async def test_a_prefix_that_is_released_while_a_new_worker_computes_it_is_not_pinned() -> None:
+    engine = HeldEngine()
+    async with serving(engine) as served:
+        await served.client.register(Register(text="abc", prefix_id="gone", pin=True))
+        await served.client.register(Register(text="abd", prefix_id="kept", pin=True))
+        engine.pinned.clear()
+        engine.go_on.clear()
+        engine.generation += 1
+        await until(lambda: engine.holds == 1)
+        await served.client.release_prefix("gone")
+        engine.go_on.set()
+        await until(lambda: "kept" in "".join(engine.pinned))
+        assert len(engine.pinned) == 1
+
+
+async def test_a_prefix_that_is_released_while_it_is_registered_again_is_not_pinned() -> None:
+    engine = HeldEngine()
+    async with serving(engine) as served:
+        engine.go_on.clear()
+        registering = asyncio.create_task(
+            served.client.register(Register(text="abc", prefix_id="x", pin=True))
+        )
+        await until(lambda: engine.holds == 1)
+        await served.client.release_prefix("x")
+        engine.go_on.set()
+        with pytest.raises(ClientError, match="not registered"):
+            await registering
+        assert not engine.pinned
+
+
+async def test_pins_expire_while_a_new_worker_is_too_busy_to_compute_prefixes() -> None:
+    engine = HeldEngine()
+    async with serving(engine) as served:
+        await served.client.register(Register(text="abc", warm=True))
+        engine.go_on.clear()
+        engine.generation += 1
+        await until(lambda: engine.holds == 1)
+        engine.go_on.set()
+        await served.client.register(Register(text="abd", pin=True, ttl_seconds=0.2))
+        engine.go_on.clear()
+        engine.generation += 1
+        await until(lambda: engine.holds == 2)
+        await until(lambda: not engine.pinned)
+        engine.go_on.set()
 
 
 async def test_a_prefix_that_is_evicted_as_fast_as_it_is_computed_is_not_pinned() -> None:

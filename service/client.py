@@ -46,6 +46,7 @@ OPTIONS: Sequence[tuple[str, Any]] = (
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
     ("grpc.keepalive_time_ms", 30_000),
     ("grpc.keepalive_timeout_ms", 20_000),
+    ("grpc.http2.ping_timeout_ms", 20_000),  # else a minute, whatever the line above says
     ("grpc.service_config", json.dumps(RETRIES)),
 )
 

@@ -32,6 +32,10 @@ OPTIONS = (
     ("grpc.max_receive_message_length", UNLIMITED),
     ("grpc.max_send_message_length", UNLIMITED),
     ("grpc.so_reuseport", 0),  # a port in use is an error, not a second server on it
+    # A service's host may vanish without a word; its stream must not keep others out.
+    ("grpc.keepalive_time_ms", 20_000),
+    ("grpc.keepalive_timeout_ms", 10_000),
+    ("grpc.http2.ping_timeout_ms", 10_000),  # else a minute, whatever the line above says
     ("grpc.http2.min_ping_interval_without_data_ms", 10_000),  # a step may take long
 )
 

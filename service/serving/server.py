@@ -89,6 +89,8 @@ def transport_options(config: ServerConfig, limits: Limits) -> list[tuple[str, A
         ("grpc.so_reuseport", 0),
         ("grpc.keepalive_time_ms", _milliseconds(config.keepalive_s)),
         ("grpc.keepalive_timeout_ms", _milliseconds(config.keepalive_timeout_s)),
+        # What counts for a ping that was sent; else it is a minute whatever the line above says.
+        ("grpc.http2.ping_timeout_ms", _milliseconds(config.keepalive_timeout_s)),
         # Clients may ping an idle connection too; the default answers that with GOAWAY.
         ("grpc.keepalive_permit_without_calls", 1),
         (

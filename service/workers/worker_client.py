@@ -25,6 +25,7 @@ _OPTIONS = (
     # A worker's host may vanish without a word.
     ("grpc.keepalive_time_ms", 20_000),
     ("grpc.keepalive_timeout_ms", 10_000),
+    ("grpc.http2.ping_timeout_ms", 10_000),  # else a minute, whatever the line above says
     # Each client has a connection of its own: a restarted worker must not be taken for a dead one.
     ("grpc.use_local_subchannel_pool", 1),
 )

@@ -1,12 +1,14 @@
 """What the transport bounds: open calls, metadata, messages, time and the age of connections."""
 
 import asyncio
+import struct
 from typing import Any
 
 import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from tests.service.bigram_engine import BigramEngine, random_bigrams
+from tests.service.relay import Relay
 from tests.service.serving import BYTE_VOCABULARY, Served, serving
 from tests.service.test_authentication import BY_KEY, KEYS, TENANTS
 from tests.service.waiting import until
@@ -16,10 +18,12 @@ from stemserve.service.client_channel import Access
 from stemserve.service.client_errors import ClientError
 from stemserve.service.config import ServerConfig
 from stemserve.service.limits import Limits
+from stemserve.service.serving.server import SPARE_STREAMS
 
 MODE = inference_pb2.LogLikelihood()
 REQUEST = inference_pb2.ScoreRequest(query="q", items=["a"], log_likelihood=MODE)
 SETTINGS, PING, ACK = 4, 6, 1
+MAX_CONCURRENT_STREAMS = 3
 GENERATION = inference_pb2.GenerateRequest(prompt=inference_pb2.Context(text="a"))
 
 
@@ -168,6 +172,32 @@ async def test_an_old_connection_is_replaced_and_its_call_has_the_grace(grace_s:
         if not grace_s:
             assert await call.code() is grpc.StatusCode.OK
         assert await inference(served.channel).Score(REQUEST, timeout=30)
+
+
+async def test_a_client_whose_network_vanishes_is_given_up() -> None:
+    engine = byte_engine(held=True)
+    config = ServerConfig(keepalive_s=1.0, keepalive_timeout_s=0.5)
+    async with (
+        serving(engine, server_config=config) as served,
+        Relay.to(served.target) as relay,
+        grpc.aio.insecure_channel(relay.target) as channel,
+    ):
+        call = inference(channel).Score(REQUEST)
+        await until(lambda: engine.running == 1)
+        relay.vanish()
+        await until(lambda: engine.running == 0)
+        call.cancel()
+
+
+async def test_a_connection_is_told_how_many_calls_it_may_have() -> None:
+    async with serving(byte_engine(), limits=Limits(max_concurrent_calls=7)) as served:
+        reader, writer = await asyncio.open_connection("localhost", served.target.split(":")[1])
+        writer.write(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + frame(SETTINGS))
+        length = int.from_bytes((await reader.readexactly(9))[:3], "big")
+        payload = await reader.readexactly(length)
+        settings = dict(struct.iter_unpack(">HI", payload))
+        assert settings[MAX_CONCURRENT_STREAMS] == 7 + SPARE_STREAMS
+        writer.close()
 
 
 @pytest.mark.parametrize(("strikes", "ends"), [(2, True), (0, False)])

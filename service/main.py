@@ -117,7 +117,8 @@ async def serve(
     config: ServiceConfig, model: Path, tokenizer: Tokenizer, *, announce: Callable[[Ready], None]
 ) -> None:
     core = _Core(config, _launcher(config, model))
-    gate = CallGate(max_calls=config.limits.max_concurrent_calls)
+    weights = {name: tenant.weight for name, tenant in config.tenants.items()}
+    gate = CallGate(max_calls=config.limits.max_concurrent_calls, weights=weights)
     async with AsyncExitStack() as stack:
         signals = await stack.enter_async_context(StopSignals.watched(core.supervisor.kill))
         servers = Servers(

@@ -4,10 +4,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from stemserve.service.batching.job_progress import Ticket
-from stemserve.service.batching.queue_shares import QueueShares
 from stemserve.service.batching.step_speed import StepSpeed
 from stemserve.service.batching.token_bucket import TokenBucket
 from stemserve.service.errors import DeadlinePassed, NeverFits, QueueFull, QuotaExceeded
+from stemserve.service.tenant_shares import TenantShares
 
 MIN_RETRY_S = 0.05
 MAX_RETRY_S = 60.0
@@ -93,8 +93,8 @@ class Admission:
         self._num_slots = num_slots
         self._speed = StepSpeed(max_step_tokens=limits.max_step_tokens)
         weights = {tenant: share.weight for tenant, share in limits.tenants.items()}
-        self._requests = QueueShares(limits.max_queued_requests, weights)
-        self._tokens = QueueShares(limits.max_queued_tokens, weights)
+        self._requests = TenantShares(limits.max_queued_requests, weights)
+        self._tokens = TenantShares(limits.max_queued_tokens, weights)
         self._quotas = {tenant: _Quota(share) for tenant, share in limits.tenants.items()}
 
     def observe(self, rows: int, seconds: float) -> None:

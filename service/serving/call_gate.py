@@ -1,13 +1,23 @@
 """Refuse calls before the server is ready, while the last ones finish, and above a number."""
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Generator
+from collections import Counter
+from collections.abc import (
+    AsyncGenerator,
+    AsyncIterator,
+    Awaitable,
+    Callable,
+    Generator,
+    Mapping,
+)
 from contextlib import aclosing, contextmanager
 from typing import Any, cast
 
 import grpc
 
+from stemserve.service.caller import current_caller
 from stemserve.service.errors import NotReady, QueueFull
+from stemserve.service.tenant_shares import TenantShares
 
 OUR_SERVICES = "/stemserve."
 LOADING = "the model is loading; retry in a moment"
@@ -29,10 +39,12 @@ class CallGate(grpc.aio.ServerInterceptor):
     but an open one is not waited for.
     """
 
-    def __init__(self, *, max_calls: int) -> None:
+    def __init__(self, *, max_calls: int, weights: Mapping[str, float] | None = None) -> None:
+        """`weights` of the tenants."""
         self._refusing: Handler | None = _refusing(LOADING)
         self._max_calls = max_calls
-        self._open = 0
+        self._shares = TenantShares(max_calls, weights or {})
+        self._open: Counter[str] = Counter()  # by tenant
         self._running = 0
         self._idle = asyncio.Event()
         self._idle.set()
@@ -94,16 +106,18 @@ class CallGate(grpc.aio.ServerInterceptor):
 
     @contextmanager
     def _place(self) -> Generator[None]:
-        if self._open >= self._max_calls:
+        tenant = current_caller().tenant
+        if not self._shares.fits(self._open, tenant, 1):
             raise QueueFull(
-                f"{self._open} calls are open, and max_concurrent_calls is {self._max_calls}",
+                f"{self._open.total()} calls are open, and max_concurrent_calls is "
+                f"{self._max_calls}",
                 retry_after_s=RETRY_AFTER_S,
             )
-        self._open += 1
+        self._open[tenant] += 1
         try:
             yield
         finally:
-            self._open -= 1
+            self._open[tenant] -= 1
 
     @contextmanager
     def _count(self) -> Generator[None]:

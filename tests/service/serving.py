@@ -92,7 +92,8 @@ async def serving(
     metrics = Metrics(registry, tuple(tenants))
     config = server_config or ServerConfig()
     guard = authentication(auth or AuthConfig(), tenants, metrics)
-    gate = CallGate(max_calls=limits.max_concurrent_calls)
+    weights = {name: tenant.weight for name, tenant in tenants.items()}
+    gate = CallGate(max_calls=limits.max_concurrent_calls, weights=weights)
     gate.open()
     server = grpc.aio.server(
         interceptors=[

@@ -13,7 +13,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from tests.service.bigram_engine import BigramEngine, random_bigrams
 from tests.service.serving import BYTE_VOCABULARY, Served, serving
 
-from stemserve.proto.v1 import inference_pb2, info_pb2, prefixes_pb2
+from stemserve.proto.v1 import inference_pb2, inference_pb2_grpc, info_pb2, prefixes_pb2
 from stemserve.service.access_config import (
     AuthConfig,
     JwtConfig,
@@ -25,6 +25,7 @@ from stemserve.service.client import Client
 from stemserve.service.client_channel import Access
 from stemserve.service.client_errors import ClientError
 from stemserve.service.config_error import ConfigError
+from stemserve.service.limits import Limits
 from stemserve.service.request import NO_TRUNK, stored_sequences
 from stemserve.service.serving.reflection import V1, V1ALPHA
 
@@ -106,6 +107,28 @@ async def test_a_refusal_says_what_to_send_and_not_what_was_close() -> None:
 
 async def as_tenant(served: Served, name: str) -> Client:
     return Client(served.target, access=Access(key=KEYS[name]))
+
+
+async def test_streams_that_a_tenant_leaves_open_leave_room_for_the_others() -> None:
+    limits = Limits(max_concurrent_calls=6)
+    tenants = {name: TENANTS[name] for name in ("search", "mail")}
+    async with serving(byte_engine(), limits=limits, auth=BY_KEY, tenants=tenants) as served:
+        stub: Any = inference_pb2_grpc.InferenceStub(served.channel)
+        score = inference_pb2.ScoreRequest(items=["a"], query="q", log_likelihood=MODE)
+        request = inference_pb2.ScoreStreamRequest(request=score)
+        streams: list[Any] = []
+        for _ in range(5):  # one of its own, and the four that are whoever's
+            stream = stub.ScoreStream(metadata=(("authorization", f"Bearer {KEYS['search']}"),))
+            await stream.write(request)
+            assert await stream.read()
+            streams.append(stream)
+        search, mail = await as_tenant(served, "search"), await as_tenant(served, "mail")
+        async with search, mail:
+            with pytest.raises(ClientError, match="calls are open"):
+                await search.score(["a"], MODE, query="q")
+            await mail.score(["a"], MODE, query="q")
+        for stream in streams:
+            stream.cancel()
 
 
 async def test_a_tenant_may_not_put_itself_before_all_others() -> None:

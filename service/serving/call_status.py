@@ -36,6 +36,8 @@ Handler = Any  # a grpc.RpcMethodHandler, which cannot be subscripted at run tim
 Call = Callable[[Any, Context], Awaitable[Any]]
 Parse = Callable[[bytes], Any]
 
+STATUS_S = 10.0  # that a call waits for its client to take its status
+
 # Of calls without a deadline, set for the task of such a call.
 _default_deadline_s: ContextVar[float | None] = ContextVar("default_deadline_s", default=None)
 
@@ -203,7 +205,11 @@ def _refusal(raised: RequestError | asyncio.CancelledError) -> RequestError | No
 
 
 async def _abort(context: Context, error: RequestError) -> None:
-    status = status_message(error)
-    await context.abort(
-        status_code(error), str(error), ((DETAILS_KEY, status.SerializeToString()),)
-    )
+    """A status waits behind what the client has not read. Where it never reads, gRPC keeps both
+    until the connection ends; the call itself ends here."""
+    details = status_message(error).SerializeToString()
+    try:
+        async with asyncio.timeout(STATUS_S):
+            await context.abort(status_code(error), str(error), ((DETAILS_KEY, details),))
+    except TimeoutError:
+        raise asyncio.CancelledError from error

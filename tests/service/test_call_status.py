@@ -1,5 +1,6 @@
 """Statuses and counts of calls that abort or fail."""
 
+import asyncio
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
 from typing import Any
@@ -9,10 +10,13 @@ import pytest
 from prometheus_client import CollectorRegistry
 from tests.service.bigram_engine import BigramEngine
 from tests.service.serving import serving
+from tests.service.waiting import until
 
 from stemserve.service.client import Client
 from stemserve.service.client_errors import ClientError
+from stemserve.service.errors import SlowReader
 from stemserve.service.metrics import Metrics
+from stemserve.service.serving import call_status
 from stemserve.service.serving.call_status import CallStatus
 
 
@@ -64,6 +68,7 @@ async def test_a_handler_that_raises_is_internal() -> None:
         assert finished(registry, "INTERNAL") == 1
 
 
+INFERENCE = "stemserve.v1.Inference"
 MALFORMED = b"\x1a\xffnot a message"
 
 
@@ -93,3 +98,35 @@ async def test_bytes_that_are_not_a_message_end_a_stream_as_an_invalid_argument(
 def raw(call: Any) -> Any:
     """A call of bytes; the stubs want messages."""
     return call
+
+
+async def flood(request: Any, context: Any) -> AsyncGenerator[bytes, None]:
+    """More than a stream takes that nobody reads; cut while it waits."""
+    task = asyncio.current_task()
+    assert task is not None
+    asyncio.get_running_loop().call_later(0.3, task.cancel, SlowReader("read faster"))
+    while True:
+        yield bytes(100_000)
+
+
+async def test_a_call_ends_also_where_its_client_never_takes_the_status(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(call_status, "STATUS_S", 0.3)
+    registry = CollectorRegistry()
+    server = grpc.aio.server(interceptors=[CallStatus(Metrics(registry))])
+    handlers: dict[str, grpc.RpcMethodHandler[Any, Any]] = {
+        "Generate": grpc.unary_stream_rpc_method_handler(flood)
+    }
+    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(INFERENCE, handlers),))
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    labels = {"method": "generate", "code": "RESOURCE_EXHAUSTED", "tenant": "other"}
+    async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
+        call = raw(channel.unary_stream(f"/{INFERENCE}/Generate"))(b"")
+        await call.wait_for_connection()
+        await until(lambda: registry.get_sample_value("stemserve_requests_total", labels) == 1)
+        with pytest.raises(grpc.aio.AioRpcError, match="read faster"):  # should it read after all
+            while await call.read():
+                pass
+    await server.stop(None)

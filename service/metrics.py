@@ -1,4 +1,4 @@
-"""Every Prometheus instrument of the front end, with its buckets."""
+"""Every Prometheus instrument of the front end."""
 
 from collections.abc import Mapping, Sequence
 from itertools import product
@@ -8,62 +8,28 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from stemserve.proto.v1 import inference_pb2, worker_pb2
 from stemserve.service.access_config import UNNAMED
 from stemserve.service.caller import current_caller
-from stemserve.service.errors import (
-    DeadlinePassed,
-    InvalidRequest,
-    NeverFits,
-    NotReady,
-    PrefixesFull,
-    QueueFull,
-    QuotaExceeded,
-    RequestError,
-    Unauthenticated,
+from stemserve.service.errors import RequestError
+from stemserve.service.metric_labels import (
+    AUTH_FAILURES,
+    CODES,
+    COUNT,
+    FALLBACK,
+    INFO_METHODS,
+    ITEM,
+    METHODS,
+    OP_PATHS,
+    PRIORITIES,
+    QUEUE,
+    REASONS,
+    REJECTIONS,
+    RPC,
+    SCORE_MODES,
+    STEP,
+    TPOT,
+    TTFT,
+    UNSUPPORTED,
 )
 from stemserve.service.request import JobTiming, JobUsage, Load, WorkerFacts
-
-# Seconds; the threshold of an objective must equal a bound.
-TTFT = (0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.15, 0.25, 0.5, 0.75, 1, 2.5, 5, 10, 20, 40)
-TPOT = (0.002, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.03, 0.04, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1)
-ITEM = (0.0001, 0.00025, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.25, 0.5, 1)
-QUEUE = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30)
-STEP = (0.0005, 0.001, 0.002, 0.004, 0.006, 0.008, 0.01, 0.015, 0.02, 0.03, 0.05, 0.1, 0.2, 0.5, 1)
-RPC = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.2, 0.3, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
-COUNT = tuple(2**power for power in range(13))
-
-METHODS = ("score", "score_stream", "generate", "register", "get", "list", "renew", "release")
-INFO_METHODS = ("get_model", "get_limits", "get_load", "explain")
-CODES = (
-    "OK",
-    "CANCELLED",
-    "INVALID_ARGUMENT",
-    "DEADLINE_EXCEEDED",
-    "NOT_FOUND",
-    "ALREADY_EXISTS",
-    "RESOURCE_EXHAUSTED",
-    "UNIMPLEMENTED",
-    "INTERNAL",
-    "UNAVAILABLE",
-    "UNAUTHENTICATED",
-)
-AUTH_FAILURES = ("no_credential", "unknown_tenant", "bad_signature", "expired", "no_cert")
-PRIORITIES = ("low", "normal", "high")  # below, at and above 0
-REJECTIONS: Mapping[type[RequestError], str] = {
-    Unauthenticated: "unauthenticated",
-    InvalidRequest: "invalid",
-    QueueFull: "queue_full",
-    QuotaExceeded: "tenant_quota",
-    NeverFits: "too_large",
-    PrefixesFull: "too_large",
-    DeadlinePassed: "deadline",
-    NotReady: "draining",
-}
-SCORE_MODES = ("label_probabilities", "log_likelihood", "classification")
-PREFILL_PATHS = ("naive", "split", "ragged", "cascade", "multi_item", "custom_mask", "codec")
-DECODE_PATHS = ("paged", "cascade", "codec")
-OP_PATHS = (*product(("prefill",), PREFILL_PATHS), *product(("decode",), DECODE_PATHS))
-REASONS = ("cost_model", "forced", "fallback", "only")
-FALLBACK = "fallback"
-UNSUPPORTED = "unsupported"
 
 
 class Metrics:

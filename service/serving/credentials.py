@@ -12,7 +12,7 @@ from jwt.types import Options
 from stemserve.service.access_config import AuthConfig, JwtConfig, TenantConfig
 from stemserve.service.config_error import ConfigError
 from stemserve.service.errors import Unauthenticated
-from stemserve.service.metrics import AUTH_FAILURES
+from stemserve.service.metric_labels import AUTH_FAILURES
 from stemserve.service.serving.watched_file import WatchedFile
 
 BEARER = "bearer "

@@ -1,0 +1,61 @@
+"""The buckets of the histograms, and the values that labels take."""
+
+from collections.abc import Mapping
+from itertools import product
+
+from stemserve.service.errors import (
+    DeadlinePassed,
+    InvalidRequest,
+    NeverFits,
+    NotReady,
+    PrefixesFull,
+    QueueFull,
+    QuotaExceeded,
+    RequestError,
+    Unauthenticated,
+)
+
+# Seconds; the threshold of an objective must equal a bound.
+TTFT = (0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.15, 0.25, 0.5, 0.75, 1, 2.5, 5, 10, 20, 40)
+TPOT = (0.002, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.03, 0.04, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1)
+ITEM = (0.0001, 0.00025, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.25, 0.5, 1)
+QUEUE = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30)
+STEP = (0.0005, 0.001, 0.002, 0.004, 0.006, 0.008, 0.01, 0.015, 0.02, 0.03, 0.05, 0.1, 0.2, 0.5, 1)
+RPC = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.2, 0.3, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
+COUNT = tuple(2**power for power in range(13))
+
+METHODS = ("score", "score_stream", "generate", "register", "get", "list", "renew", "release")
+INFO_METHODS = ("get_model", "get_limits", "get_load", "explain")
+CODES = (
+    "OK",
+    "CANCELLED",
+    "INVALID_ARGUMENT",
+    "DEADLINE_EXCEEDED",
+    "NOT_FOUND",
+    "ALREADY_EXISTS",
+    "RESOURCE_EXHAUSTED",
+    "UNIMPLEMENTED",
+    "INTERNAL",
+    "UNAVAILABLE",
+    "UNAUTHENTICATED",
+    "PERMISSION_DENIED",
+)
+AUTH_FAILURES = ("no_credential", "unknown_tenant", "bad_signature", "expired", "no_cert")
+PRIORITIES = ("low", "normal", "high")  # below, at and above 0
+REJECTIONS: Mapping[type[RequestError], str] = {
+    Unauthenticated: "unauthenticated",
+    InvalidRequest: "invalid",
+    QueueFull: "queue_full",
+    QuotaExceeded: "tenant_quota",
+    NeverFits: "too_large",
+    PrefixesFull: "too_large",
+    DeadlinePassed: "deadline",
+    NotReady: "draining",
+}
+SCORE_MODES = ("label_probabilities", "log_likelihood", "classification")
+PREFILL_PATHS = ("naive", "split", "ragged", "cascade", "multi_item", "custom_mask", "codec")
+DECODE_PATHS = ("paged", "cascade", "codec")
+OP_PATHS = (*product(("prefill",), PREFILL_PATHS), *product(("decode",), DECODE_PATHS))
+REASONS = ("cost_model", "forced", "fallback", "only")
+FALLBACK = "fallback"
+UNSUPPORTED = "unsupported"

@@ -7,6 +7,8 @@ from pydantic import ConfigDict
 
 from stemserve.service.access_config import STRICT
 
+MOST = (1 << 31) - 1  # what gRPC's options and Info's answer can hold
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
@@ -38,5 +40,5 @@ class Limits:
 
     def __post_init__(self) -> None:
         for name, limit in asdict(self).items():
-            if limit < 1:
-                raise ValueError(f"{name} must be at least 1")
+            if not 1 <= limit <= MOST:
+                raise ValueError(f"{name} must be in 1 .. {MOST}")

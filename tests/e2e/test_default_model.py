@@ -289,6 +289,7 @@ async def test_a_worker_killed_in_mid_step_fails_its_calls_and_the_next_one_is_r
         while await check_health(ports["health"]) != HealthCheckResponse.SERVING:
             await asyncio.sleep(0.1)
     assert children(process.pid) != [worker]
-    scores = await client.score([QUERY], LIKELIHOOD, query=DOCUMENTS[0])
+    unregistered = f"Nobody asked to keep this warm. {DOCUMENTS[0]}"
+    scores = await client.score([QUERY], LIKELIHOOD, query=unregistered)
     assert scores.usage.cached_tokens == 0
-    assert_likelihoods(scores, oracle, [(ids(DOCUMENTS[0]), ids(QUERY))])
+    assert_likelihoods(scores, oracle, [(ids(unregistered), ids(QUERY))])

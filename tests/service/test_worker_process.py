@@ -8,6 +8,9 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+import pytest
+
+from stemserve.service.workers import worker_process
 from stemserve.service.workers.worker_client import WorkerClient
 from stemserve.service.workers.worker_process import WorkerProcess
 
@@ -45,6 +48,18 @@ def test_a_started_worker_answers_on_its_address(fake_worker_command: Command) -
         client.close()
         assert facts.model == "fake"
         assert worker.ended() is None
+
+
+def test_the_worker_allocates_as_it_is_told(
+    fake_worker_command: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for wanted in (None, "4096"):
+        if wanted is not None:
+            monkeypatch.setenv("MALLOC_MMAP_THRESHOLD_", wanted)
+        with WorkerProcess(fake_worker_command()) as worker:
+            variables = Path(f"/proc/{worker.pid}/environ").read_bytes().split(b"\0")
+        value = wanted or worker_process.ALLOCATION["MALLOC_MMAP_THRESHOLD_"]
+        assert f"MALLOC_MMAP_THRESHOLD_={value}".encode() in variables
 
 
 def test_stop_ends_the_process_and_removes_its_socket(fake_worker_command: Command) -> None:

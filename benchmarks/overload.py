@@ -33,6 +33,7 @@ from stemserve.service.client import Client
 from stemserve.service.client_errors import ClientError
 
 QUEUE = 16  # calls that may wait
+ROWS = 128  # of a step, about two calls: larger steps would make each call wait for the others of its step
 UNLOADED_S = 8.0
 CAPACITY_S = 12.0
 WARM_S = 4.0
@@ -137,6 +138,7 @@ def summary(
         "refusal_p99_ms": round(1e3 * _p99(outcomes.refused_s), 1),
         "capacity_calls_per_s": round(capacity, 1),
         "unloaded_p99_ms": round(1e3 * _p99(unloaded.answered_s), 1),
+        "p50_ms": round(1e3 * float(np.median(outcomes.answered_s or [0.0])), 1),
         "p99_ms": round(1e3 * _p99(outcomes.answered_s), 1),
         "answered": len(outcomes.answered_s),
         "refused": len(outcomes.refused_s),
@@ -158,7 +160,7 @@ def main() -> int:
     # One core for the model: the front end and the callers need the other. The cache is small, so
     # that it is full, and its memory touched, before the overload.
     options = ["--model", arguments.model, "--threads", "1", "--kv-memory", "64M"]
-    options += ["--max-queued-requests", str(QUEUE)]
+    options += ["--max-queued-requests", str(QUEUE), "--max-step-tokens", str(ROWS)]
     with (
         tempfile.TemporaryDirectory() as folder,
         running_server(options, log=Path(folder) / "server.log") as server,

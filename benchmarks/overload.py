@@ -33,7 +33,7 @@ from stemserve.service.client import Client
 from stemserve.service.client_errors import ClientError
 
 QUEUE = 16  # calls that may wait
-ROWS = 128  # of a step, about two calls: larger steps would make each call wait for the others of its step
+ROWS = 128  # of a step, about three calls: each waits for the others of its step
 UNLOADED_S = 8.0
 CAPACITY_S = 12.0
 WARM_S = 4.0

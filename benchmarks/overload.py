@@ -1,12 +1,12 @@
 """`make load`: a real server at twice its capacity.
 
-First the latency of calls one at a time, then the capacity (calls a second with as many
-at a time as may wait),
+First the latency of calls one at a time, then the capacity (calls a second with several
+at a time),
 then calls at twice that rate, Poisson, each with its own connection's patience. Ends with one line
 of JSON:
 
 * goodput_ratio: answered calls a second at twice the capacity, over the capacity
-* p99_ratio: their P99 over 2x the unloaded P99 plus the time that a full queue takes
+* p99_ratio: their P99 over 2x the unloaded P99 plus the time that accepted work may take
 * refusal_p99_ms: how long the others waited for their RESOURCE_EXHAUSTED
 * rss_growth_mb: of the server and its worker, from the first half of the overload to its end
 """
@@ -32,7 +32,8 @@ from stemserve.proto.v1 import inference_pb2
 from stemserve.service.client import Client
 from stemserve.service.client_errors import ClientError
 
-QUEUE = 16  # calls that may wait
+AT_ONCE = 16  # calls that keep the worker busy
+QUEUE_S = 0.5  # that accepted work may take
 ROWS = 128  # of a step, about three calls: each waits for the others of its step
 UNLOADED_S = 8.0
 CAPACITY_S = 12.0
@@ -80,7 +81,7 @@ async def one_at_a_time(caller: Caller, seconds: float) -> Outcomes:
 async def many_at_a_time(caller: Caller, seconds: float) -> float:
     """Calls a second."""
     started = time.monotonic()
-    each = await asyncio.gather(*(one_at_a_time(caller, seconds) for _ in range(QUEUE)))
+    each = await asyncio.gather(*(one_at_a_time(caller, seconds) for _ in range(AT_ONCE)))
     answered = sum(len(outcomes.answered_s) for outcomes in each)
     return answered / (time.monotonic() - started)
 
@@ -131,7 +132,7 @@ async def overload(server: RunningServer, seconds: float) -> dict[str, Any]:
 def summary(
     unloaded: Outcomes, capacity: float, outcomes: Outcomes, seconds: float
 ) -> dict[str, Any]:
-    bound_s = 2 * _p99(unloaded.answered_s) + QUEUE / capacity
+    bound_s = 2 * _p99(unloaded.answered_s) + QUEUE_S
     return {
         "goodput_ratio": round(len(outcomes.answered_s) / seconds / capacity, 3),
         "p99_ratio": round(_p99(outcomes.answered_s) / bound_s, 3),
@@ -160,10 +161,11 @@ def main() -> int:
     # One core for the model: the front end and the callers need the other. The cache is small, so
     # that it is full, and its memory touched, before the overload.
     options = ["--model", arguments.model, "--threads", "1", "--kv-memory", "64M"]
-    options += ["--max-queued-requests", str(QUEUE), "--max-step-tokens", str(ROWS)]
+    options += ["--max-step-tokens", str(ROWS)]
+    settings = {"STEMSERVE__LIMITS__MAX_QUEUED_MS": str(round(1e3 * QUEUE_S))}
     with (
         tempfile.TemporaryDirectory() as folder,
-        running_server(options, log=Path(folder) / "server.log") as server,
+        running_server(options, log=Path(folder) / "server.log", settings=settings) as server,
     ):
         result = asyncio.run(overload(server, arguments.seconds))
     print(json.dumps(result))

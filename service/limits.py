@@ -36,6 +36,7 @@ class Limits:
     max_prefix_tokens: int = 16 << 20  # of all of them, parents counted in each child
     max_queued_requests: int = 1_024
     max_queued_tokens: int = 4 << 20
+    max_queued_ms: int = 600_000  # that all accepted work may take, at the speed seen so far
     max_step_tokens: int = 512  # about a second of a small model on a CPU; a GPU takes more
 
     def __post_init__(self) -> None:

@@ -70,6 +70,7 @@ class _Core:
             max_step_tokens=config.limits.max_step_tokens,
             max_queued_requests=config.limits.max_queued_requests,
             max_queued_tokens=config.limits.max_queued_tokens,
+            max_queued_s=config.limits.max_queued_ms / 1e3,
             tenants={
                 name: TenantShare(
                     weight=tenant.weight,

@@ -33,11 +33,14 @@ class BatcherLimits:
     max_step_tokens: int = 512  # rows of a step
     max_queued_requests: int = 1024
     max_queued_tokens: int = 1 << 20  # that must be computed, after cache hits
+    max_queued_s: float = 600.0  # that all accepted work may take
     tenants: Mapping[str, TenantShare] = field(default_factory=dict[str, TenantShare])
 
     def __post_init__(self) -> None:
         if min(self.max_step_tokens, self.max_queued_requests, self.max_queued_tokens) < 1:
             raise ValueError(f"every limit must be at least 1: {self}")
+        if not self.max_queued_s > 0:
+            raise ValueError(f"max_queued_s must be more than 0: {self}")
 
     @property
     def max_decode_rows(self) -> int:
@@ -78,6 +81,7 @@ class Backlog:
     requests: Mapping[str, int]  # that wait, by tenant
     tokens: Mapping[str, int]  # to be computed for them
     tokens_before: int  # of these and of running jobs, that certainly come before it
+    unfinished_tokens: int  # of running jobs and steps in flight
 
 
 class _Quota:
@@ -112,6 +116,7 @@ class Admission:
         alone = not backlog.requests.get(tenant, 0)
         if not alone and not self._tokens.fits(backlog.tokens, tenant, demand.tokens):
             raise self._full(f"{tokens} tokens wait to be computed", tokens)
+        self._check_time(tokens + backlog.unfinished_tokens, demand.tokens)
         self._charge(ticket, demand)
 
     def charge(self, tenant: str, tokens: int, now: float) -> None:
@@ -131,6 +136,16 @@ class Admission:
                 f"the request asks for {demand.samples} samples at a time, the worker has "
                 f"{self._num_slots} sampler slots"
             )
+
+    def _check_time(self, accepted: int, tokens: int) -> None:
+        needed_s = self._speed.seconds(accepted + tokens)
+        if not accepted or needed_s is None or needed_s <= self._limits.max_queued_s:
+            return
+        raise QueueFull(
+            f"the queue is full: {accepted} tokens are accepted, with this call they take about "
+            f"{needed_s:.3g} s, more than {self._limits.max_queued_s:.3g} s; retry later",
+            retry_after_s=_retry_s(needed_s - self._limits.max_queued_s),
+        )
 
     def _check_deadline(self, ticket: Ticket, demand: Demand, backlog: Backlog) -> None:
         if ticket.deadline is None or ticket.partial:

@@ -71,6 +71,7 @@ class Batcher:
             admission=self._admission,
             pins=self._pins,
             jobs=self._jobs,
+            rows_in_flight=lambda: sum(step.num_rows for step in self._issued),
         )
 
     @property

@@ -1,5 +1,7 @@
 """Take a job in: check what it needs, and set its progress up."""
 
+from collections.abc import Callable
+
 from stemserve.service.batching.admission import Admission, Backlog, BatcherLimits, Demand
 from stemserve.service.batching.generate_progress import GenerateProgress, generate_pages
 from stemserve.service.batching.job_progress import JobProgress, Ticket
@@ -22,6 +24,7 @@ class JobIntake:
         admission: Admission,
         pins: Pins,
         jobs: JobTable,
+        rows_in_flight: Callable[[], int],
     ) -> None:
         self._max_item_rows = limits.max_item_rows
         self._cache = cache
@@ -29,6 +32,7 @@ class JobIntake:
         self._admission = admission
         self._pins = pins
         self._jobs = jobs
+        self._rows_in_flight = rows_in_flight
 
     def take(self, job: Job, *, arrival: int, now: float) -> JobProgress:
         """Raises RequestError where the job may not wait."""
@@ -87,6 +91,7 @@ class JobIntake:
             requests=waiting.requests,
             tokens=waiting.tokens,
             tokens_before=self._jobs.running_tokens(job.priority) + waiting.tokens_before(ticket),
+            unfinished_tokens=self._jobs.running_tokens() + self._rows_in_flight(),
         )
         self._admission.check(ticket, demand, backlog)
         return ticket

@@ -38,12 +38,12 @@ class JobTable:
     def live(self) -> list[JobProgress]:
         return [*self.running, *self.waiting]
 
-    def running_tokens(self, priority: int) -> int:
-        """That are still to be planned for running jobs of at least a priority."""
+    def running_tokens(self, priority: int | None = None) -> int:
+        """That are still to be planned for running jobs, of at least a priority if one is given."""
         return sum(
             max(0, job.cost_tokens - job.planned_rows)
             for job in self.running
-            if job.priority >= priority
+            if priority is None or job.priority >= priority
         )
 
     def start(self, job: JobProgress) -> None:

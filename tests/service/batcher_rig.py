@@ -120,6 +120,7 @@ def make_rig(
     tenants: Mapping[str, TenantShare] | None = None,
     max_queued_requests: int = 1024,
     max_queued_tokens: int = 1 << 20,
+    max_queued_s: float = 600.0,
 ) -> Rig:
     facts = WorkerFacts(
         model="toy",
@@ -144,6 +145,7 @@ def make_rig(
         max_step_tokens=budget,
         max_queued_requests=max_queued_requests,
         max_queued_tokens=max_queued_tokens,
+        max_queued_s=max_queued_s,
         tenants=tenants or {},
     )
     rig: Rig

@@ -1,5 +1,7 @@
 """What may wait, and what is refused at once."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -47,7 +49,11 @@ def ticket(deadline: float | None = None, tenant: str = "", now: float = NOW) ->
 
 def backlog(requests: int = 0, tokens: int = 0, before: int = 0) -> Backlog:
     return Backlog(
-        pinned_pages=0, requests={"": requests}, tokens={"": tokens}, tokens_before=before
+        pinned_pages=0,
+        requests={"": requests},
+        tokens={"": tokens},
+        tokens_before=before,
+        unfinished_tokens=0,
     )
 
 
@@ -96,6 +102,18 @@ def test_a_deadline_that_the_work_before_it_leaves_no_time_for_is_refused_at_onc
         gate.check(ticket(NOW + 1.9), SMALL, backlog(1, 40, before=200))
 
 
+def test_no_more_work_is_accepted_than_may_wait() -> None:
+    limits = replace(LIMITS, max_queued_tokens=10_000, max_queued_s=3.0)
+    gate = Admission(limits, num_pages=10, num_slots=4)
+    for rows in (10, 20, 40, 80) * 3:
+        gate.observe(rows=rows, seconds=rows * 0.01)
+    gate.check(ticket(), SMALL, replace(backlog(), unfinished_tokens=250))
+    with pytest.raises(QueueFull, match="300 tokens are accepted.* about 3.5 s") as refusal:
+        gate.check(ticket(), SMALL, replace(backlog(), unfinished_tokens=300))
+    assert refusal.value.retry_after_s == pytest.approx(0.5)
+    gate.check(ticket(), Demand(pages=1, samples=1, tokens=5000), backlog())
+
+
 def test_a_short_job_does_not_wait_for_the_long_ones_before_it() -> None:
     short = Demand(pages=1, samples=1, tokens=10)
     measured(0.01).check(ticket(NOW + 0.2), short, backlog(1, 40, before=5000))
@@ -129,7 +147,7 @@ def test_cached_tokens_cost_a_tenant_little_but_something() -> None:
 
 def test_a_refused_call_costs_its_tenant_nothing() -> None:
     gate = admission(a=TenantShare(requests_per_second=1.0))
-    full = Backlog(pinned_pages=0, requests={"a": 3}, tokens={"a": 0}, tokens_before=0)
+    full = replace(backlog(), requests={"a": 3}, tokens={"a": 0})
     for _ in range(10):
         with pytest.raises(QueueFull):
             gate.check(ticket(tenant="a"), SMALL, full)

@@ -93,3 +93,22 @@ def test_deadlines_far_away_of_calls_that_have_ended_are_forgotten() -> None:
         rig.run(generate_job(f"{n}", [1, n], max_new_tokens=1, deadline=1e9))
     kept = rig.batcher._deadlines  # pyright: ignore[reportPrivateUsage]
     assert len(kept) < 100
+
+
+def test_no_more_is_accepted_than_can_be_done_in_the_time_that_is_set() -> None:
+    rig = make_rig(pages=600, max_queued_s=0.5)
+    for seed in range(4):
+        run_right(rig, label_job(f"warm{seed}", [random_tokens(seed, 200)], [[1]], [0]))
+    accepted = 0
+    with pytest.raises(QueueFull, match="accepted"):
+        for accepted in range(200):
+            context = random_tokens(100 + accepted, 100)
+            rig.submit(label_job(f"{accepted}", [context], [[1]], [0]))
+            rig.plan()
+    assert 5 < accepted < 100
+    while rig.turn():
+        pass
+    rig.submit(label_job("later", [random_tokens(99, 100)], [[1]], [0]))
+    while rig.turn():
+        pass
+    rig.batcher.check_idle()

@@ -26,6 +26,7 @@ ELSEWHERE = {
     "max_unread_tokens": "test_token_stream.py",
     "max_queued_requests": "test_batcher_queue.py",
     "max_queued_tokens": "test_batcher_queue.py",
+    "max_queued_ms": "test_batcher_queue.py",
     "max_step_tokens": "test_batcher.py",
 }
 MODE = inference_pb2.LogLikelihood()

@@ -47,7 +47,7 @@ class WorkerMetrics(Protocol):
 class RestartPolicy:
     startup_timeout_s: float = 600.0
     first_delay_s: float = 0.25  # doubled by each loss in a row
-    max_delay_s: float = 4.0  # callers wait: a worker that ends at once is tried often enough
+    max_delay_s: float = 2.0  # callers wait: a worker that ends at once is tried often enough
     settled_after_s: float = 10.0  # a worker that served this long starts the count anew
     max_failed_starts: int = 5  # in a row; then the service gives up
 

@@ -8,7 +8,10 @@ from pathlib import Path
 from typing import Any, cast
 
 import pytest
+from tests.triton_interpreter import interpret_without_gpu
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+interpret_without_gpu()
 
 FAKE_WORKER = Path(__file__).parent / "fake_worker.py"
 DEFAULT_MODEL = Path(".cache/models/SmolLM2-135M-Instruct.Q4_1.gguf")

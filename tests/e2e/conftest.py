@@ -13,9 +13,6 @@ import torch
 from tests.e2e.engine_rig import EngineRig
 from tests.e2e.random_models import MakeRig, RandomModel, RandomModels
 from tests.service.serving import byte_tokenizer
-from tests.triton_interpreter import interpret_without_gpu
-
-interpret_without_gpu()
 
 READY = re.compile(r"stemserve is ready: .*gRPC [^:]+:(\d+), health (\d+), metrics (\d+)")
 FREE_PORTS = ("--port", "0", "--health-port", "0", "--metrics-port", "0")

@@ -4,12 +4,9 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from tests.triton_interpreter import interpret_without_gpu
 
 from stemserve.kernels.pricing.cost_model import CostTable
 from stemserve.kernels.pricing.cost_table_file import shipped_cost_tables
-
-interpret_without_gpu()
 
 
 @pytest.fixture(scope="session", autouse=True)

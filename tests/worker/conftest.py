@@ -4,9 +4,6 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from tests.triton_interpreter import interpret_without_gpu
-
-interpret_without_gpu()
 
 
 @pytest.fixture(scope="session", autouse=True)

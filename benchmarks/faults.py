@@ -30,6 +30,7 @@ CALL_S = 30.0
 STUCK_S = 10.0  # past its deadline
 IDLE_S = 30.0
 NOTICE_S = 60.0
+MOST_RECOVERY_S = 10.0
 SETTINGS = {"STEMSERVE__WORKER__STEP_TIMEOUT_LEAST_S": "2"}
 EXPECTED_CODES = (
     grpc.StatusCode.UNAVAILABLE,
@@ -162,7 +163,9 @@ def main() -> int:
                 print(log.read_text()[-3000:], file=sys.stderr)
                 raise
     print(json.dumps(result))
-    return int(any(result[key] for key in ("wrong_answers", "leaked_pages", "stuck_calls")))
+    slow = result["worst_recovery_s"] > MOST_RECOVERY_S
+    failures = ("wrong_answers", "leaked_pages", "stuck_calls")
+    return int(slow or any(result[key] for key in failures))
 
 
 if __name__ == "__main__":

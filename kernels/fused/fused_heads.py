@@ -54,9 +54,10 @@ def split_heads(
     norm: Tensor | None,  # [query_heads + kv_heads, head_dim] gains, contiguous
     transform: HeadTransform,
     target: PageTarget | None,
-) -> Heads:  # contiguous, of the projection's type
+    into: Heads | None = None,  # contiguous, of the projection's type; None: new ones
+) -> Heads:
     shape, rows = transform.shape, len(qkv)
-    heads = _empty_heads(qkv, shape)
+    heads = into or _empty_heads(qkv, shape)
     _check(qkv, transform, target)
     if not rows:
         return heads

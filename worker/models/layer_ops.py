@@ -70,8 +70,13 @@ class LayerOps(Protocol):
         second."""
         ...
 
-    def heads(self, positions: Tensor, pages: PageWrites | None) -> SplitHeads:
-        """What all layers of a step share; without pages nothing is stored."""
+    def heads(
+        self,
+        positions: Tensor,  # [rows]
+        pages: PageWrites | None,  # None: nothing is stored
+        into: Heads | None = None,  # where every layer's heads are put; None: somewhere new
+    ) -> SplitHeads:
+        """What all layers of a step share."""
         ...
 
     def lm_head(self, weight: Tensor) -> LmHead:

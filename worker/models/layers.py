@@ -5,6 +5,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from stemserve.kernels.fused.heads import Heads
 from stemserve.worker.models.layer_ops import LayerOps, SplitHeads
 from stemserve.worker.models.linear import fastest_linear
 from stemserve.worker.models.model_config import ModelConfig
@@ -45,21 +46,22 @@ class DecoderLayer:
         self._next_norm = next_norm
         self._qk_norm = _qk_norm(config, weights)
 
-    def forward(
+    def heads(
         self,
         normed: Tensor,  # [rows, hidden]
-        residual: Tensor,  # [rows, hidden], changed in place
         split: SplitHeads,
-        attend: Attend,
-        keep_rows: Tensor | None,  # [kept] rows that go on after attention; None: all
-    ) -> tuple[Tensor, Tensor]:  # [kept, hidden] each, for the next layer
-        q, k, v = split(self._index, self._qkv(normed), self._qk_norm)
-        mixed = attend(self._index, q, k, v).reshape(len(residual), -1)
-        if keep_rows is not None:
-            mixed, residual = mixed[keep_rows], residual[keep_rows]
+    ) -> Heads:
+        """What this layer's attention reads."""
+        return split(self._index, self._qkv(normed), self._qk_norm)
+
+    def rest(
+        self,
+        mixed: Tensor,  # [rows, query_heads * head_dim], the result of attention
+        residual: Tensor,  # [rows, hidden], changed in place
+    ) -> Tensor:  # [rows, hidden], normed for the next layer
         normed = self._ops.add_norm(self._output(mixed), residual, self._mlp_norm)
         gated = self._ops.gate(self._gate_up(normed))
-        return self._ops.add_norm(self._down(gated), residual, self._next_norm), residual
+        return self._ops.add_norm(self._down(gated), residual, self._next_norm)
 
 
 def _qk_norm(config: ModelConfig, weights: LayerWeights) -> Tensor | None:

@@ -30,8 +30,10 @@ class TorchOps:
         gate, up = gate_up.chunk(2, dim=-1)
         return F.silu(gate).mul_(up)
 
-    def heads(self, positions: Tensor, pages: PageWrites | None) -> "TorchHeads":
-        return TorchHeads(self._config, self._rotary.rotation(positions), pages)
+    def heads(
+        self, positions: Tensor, pages: PageWrites | None, into: Heads | None = None
+    ) -> "TorchHeads":
+        return TorchHeads(self._config, self._rotary.rotation(positions), pages, into)
 
     def lm_head(self, weight: Tensor) -> "TorchLmHead":
         return TorchLmHead(weight)
@@ -54,10 +56,17 @@ class TorchLmHead:
 class TorchHeads:
     """The heads of one step's rows."""
 
-    def __init__(self, config: ModelConfig, rotation: Rotation, pages: PageWrites | None) -> None:
+    def __init__(
+        self,
+        config: ModelConfig,
+        rotation: Rotation,
+        pages: PageWrites | None,
+        into: Heads | None,
+    ) -> None:
         self._config = config
         self._rotation = rotation
         self._pages = pages
+        self._into = into
 
     def __call__(self, layer: int, qkv: Tensor, norm: Tensor | None) -> Heads:
         config = self._config
@@ -72,4 +81,8 @@ class TorchHeads:
         )
         if self._pages is not None:
             self._pages.write(layer, k, v)
-        return Heads(q, k, v)
+        if self._into is None:
+            return Heads(q, k, v)
+        for place, values in zip(self._into, (q, k, v), strict=True):
+            place.copy_(values)
+        return self._into

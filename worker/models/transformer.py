@@ -6,8 +6,9 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
+from stemserve.kernels.fused.heads import Heads
 from stemserve.worker.models.errors import ModelError
-from stemserve.worker.models.layer_ops import Gathered, LayerOps, PageWrites
+from stemserve.worker.models.layer_ops import Gathered, LayerOps, PageWrites, SplitHeads
 from stemserve.worker.models.layers import Attend, DecoderLayer
 from stemserve.worker.models.linear import DenseLinear
 from stemserve.worker.models.model_config import ModelConfig
@@ -26,7 +27,7 @@ class Transformer:
         self.dtype = weights.embedding.dtype
         self.device = weights.embedding.device
         self._embedding = weights.embedding
-        self._ops = ops
+        self.ops = ops
         self._first_norm = weights.layers[0].attention_norm
         self._layers = [
             DecoderLayer(config, index, weights.layers.pop(0), _next_norm(weights), ops)
@@ -52,12 +53,46 @@ class Transformer:
         With `keep_rows`, only these rows go on after the last layer's attention.
         """
         with torch.inference_mode():
-            split = self._ops.heads(positions, pages)
-            residual = F.embedding(token_ids, self._embedding)
-            normed = self._ops.norm(residual, self._first_norm)
-            for layer in self._layers[:-1]:
-                normed, residual = layer.forward(normed, residual, split, attend, None)
-            return self._layers[-1].forward(normed, residual, split, attend, keep_rows)[0]
+            split = self.ops.heads(positions, pages)
+            residual = self.embed(token_ids)
+            heads = self.begin(residual, split)
+            for layer in range(self.config.num_layers - 1):
+                mixed = attend(layer, *heads).reshape(len(residual), -1)
+                heads = self.between(layer, mixed, residual, split)
+            mixed = attend(self.config.num_layers - 1, *heads).reshape(len(residual), -1)
+            if keep_rows is not None:
+                mixed, residual = mixed[keep_rows], residual[keep_rows]
+            return self.end(mixed, residual)
+
+    def embed(self, token_ids: Tensor) -> Tensor:  # [rows] to [rows, hidden], the first residual
+        return F.embedding(token_ids, self._embedding)
+
+    def begin(
+        self,
+        residual: Tensor,  # [rows, hidden]
+        split: SplitHeads,
+    ) -> Heads:
+        """Up to the first attention."""
+        return self._layers[0].heads(self.ops.norm(residual, self._first_norm), split)
+
+    def between(
+        self,
+        layer: int,
+        mixed: Tensor,  # [rows, query_heads * head_dim], the result of the layer's attention
+        residual: Tensor,  # [rows, hidden], changed in place
+        split: SplitHeads,
+    ) -> Heads:
+        """From one layer's attention to the next one's."""
+        normed = self._layers[layer].rest(mixed, residual)
+        return self._layers[layer + 1].heads(normed, split)
+
+    def end(
+        self,
+        mixed: Tensor,  # [rows, query_heads * head_dim], the result of the last attention
+        residual: Tensor,  # [rows, hidden], changed in place
+    ) -> Tensor:  # [rows, hidden]
+        """From the last attention to the final norm."""
+        return self._layers[-1].rest(mixed, residual)
 
     def logits(
         self,

@@ -33,8 +33,10 @@ class TritonOps:
     def gate(self, gate_up: Tensor) -> Tensor:
         return silu_mul(gate_up)
 
-    def heads(self, positions: Tensor, pages: PageWrites | None) -> "TritonHeads":
-        return TritonHeads(self._transform, positions, pages)
+    def heads(
+        self, positions: Tensor, pages: PageWrites | None, into: Heads | None = None
+    ) -> "TritonHeads":
+        return TritonHeads(self._transform, positions, pages, into)
 
     def lm_head(self, weight: Tensor) -> LmHead:
         # For float32 the library's product is the faster one.
@@ -47,14 +49,20 @@ class TritonHeads:
     """The heads of one step's rows."""
 
     def __init__(
-        self, transform: HeadTransform, positions: Tensor, pages: PageWrites | None
+        self,
+        transform: HeadTransform,
+        positions: Tensor,
+        pages: PageWrites | None,
+        into: Heads | None,
     ) -> None:
         self._transform = transform
         self._positions = positions
         self._pages = pages
+        self._into = into
 
     def __call__(self, layer: int, qkv: Tensor, norm: Tensor | None) -> Heads:
-        return split_heads(qkv, self._positions, norm, self._transform, self._target(layer))
+        target = self._target(layer)
+        return split_heads(qkv, self._positions, norm, self._transform, target, self._into)
 
     def _target(self, layer: int) -> PageTarget | None:
         if self._pages is None:

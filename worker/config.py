@@ -14,6 +14,7 @@ from stemserve.worker.tls import TlsFiles
 PAGE_SIZE = 16
 SAMPLER_SLOTS = 1024
 MAX_STEP_TOKENS = 32_768
+GPU_BURST_STEPS = 8
 LOG_LEVELS = ("debug", "info", "warning", "error")
 
 DESCRIPTION = """\
@@ -52,6 +53,7 @@ class WorkerConfig:
     threads: int | None
     max_step_tokens: int
     sampler_slots: int
+    max_burst_steps: int | None  # None: by the device
     kernel: Kernel | None
     cost_table: Path | None
     parent_fd: int | None
@@ -190,6 +192,13 @@ def _add_cache(parser: argparse.ArgumentParser) -> None:
         default=SAMPLER_SLOTS,
         metavar="N",
         help="sequences that may be sampled at a time (default: %(default)s)",
+    )
+    group.add_argument(
+        "--max-burst-steps",
+        type=positive,
+        metavar="N",
+        help="decode steps that the service may send at once (default: "
+        f"{GPU_BURST_STEPS} on a GPU, 1 on a CPU)",
     )
 
 

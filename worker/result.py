@@ -28,32 +28,15 @@ class GroupCost:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LaunchedStep:
+class RanStep:
+    """One step of the model, launched: of a burst, one sub-step."""
+
     step: Step
     readout: Readout
-    scores: Scores
+    scores: Scores  # on the host, complete once the device has passed the launch
     groups: Sequence[GroupCost]
-    started: float  # time.perf_counter
-    done: torch.cuda.Event | None  # None: the device was the CPU, and all is done
 
-    def result(self) -> worker_pb2.StepResult:
-        """Waits for the device."""
-        if self.done is not None:
-            self.done.synchronize()
-        scores = self.scores
-        result = worker_pb2.StepResult(
-            step_id=self.step.step_id,
-            gather_logprobs=encode_float32(scores.gather_logprobs.numpy()),
-            gather_argmax=encode_int32(scores.gather_argmax.numpy()),
-            class_scores=encode_float32(scores.class_scores.numpy()),
-            groups=[_group_report(group) for group in self.groups],
-            step_seconds=time.perf_counter() - self.started,
-        )
-        _set_samples(result, scores.draws, len(self.step.samples.rows))
-        result.failed_rows = encode_int32(self._failed_rows())
-        return result
-
-    def _failed_rows(self) -> NDArray[np.integer]:
+    def failed_rows(self) -> NDArray[np.integer]:
         """Rows with logits, class scores or draws that are not finite."""
         scores, readout = self.scores, self.readout
         kept = (
@@ -62,6 +45,48 @@ class LaunchedStep:
         )
         drawn = [self.step.samples.rows[s[d.failed.numpy()]] for s, d in scores.draws]
         return np.unique(np.concatenate([*(readout.rows[rows] for rows in kept), *drawn]))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LaunchedStep:
+    step: Step
+    ran: Sequence[RanStep]  # [step.repeat] in the order in which they run
+    started: float  # time.perf_counter
+    done: torch.cuda.Event | None  # None: the device was the CPU, and all is done
+
+    def result(self) -> worker_pb2.StepResult:
+        """Waits for the device."""
+        if self.done is not None:
+            self.done.synchronize()
+        first = self.ran[0].scores  # a burst has nothing but draws
+        reports = [_group_report(group) for ran in self.ran for group in ran.groups]
+        result = worker_pb2.StepResult(
+            step_id=self.step.step_id,
+            gather_logprobs=encode_float32(first.gather_logprobs.numpy()),
+            gather_argmax=encode_int32(first.gather_argmax.numpy()),
+            class_scores=encode_float32(first.class_scores.numpy()),
+            groups=reports if len(self.ran) == 1 else _added_up(reports),
+            step_seconds=time.perf_counter() - self.started,
+        )
+        samples = len(self.step.samples.rows)
+        draws = [
+            (sub_step * samples + some, drawn)
+            for sub_step, ran in enumerate(self.ran)
+            for some, drawn in ran.scores.draws
+        ]
+        _set_samples(result, draws, len(self.ran) * samples)
+        result.failed_rows = encode_int32(self._failed_rows())
+        return result
+
+    def _failed_rows(self) -> NDArray[np.integer]:
+        if len(self.ran) == 1:
+            return self.ran[0].failed_rows()
+        failed: list[NDArray[np.integer]] = []
+        for sub_step, ran in enumerate(self.ran):
+            rows = ran.failed_rows()
+            counting = rows[self.step.row_steps[rows] > sub_step]
+            failed.append(counting + sub_step * self.step.num_rows)
+        return np.concatenate(failed)
 
 
 def _set_samples(
@@ -76,6 +101,8 @@ def _set_samples(
         tokens[some] = drawn.tokens.numpy()
         logprobs[some] = drawn.logprobs.numpy()
         counts[some] = drawn.top_counts
+        if not drawn.top_counts.any():
+            continue
         ids, values = drawn.top_ids.numpy(), drawn.top_logprobs.numpy()
         for row, sample in enumerate(some.tolist()):
             top_ids[sample] = ids[row, : counts[sample]]
@@ -86,6 +113,19 @@ def _set_samples(
         result.top_indptr = encode_int32(np.concatenate([[0], np.cumsum(counts)]))
         result.top_ids = encode_int32(np.concatenate(top_ids))
         result.top_logprobs = encode_float32(np.concatenate(top_logprobs))
+
+
+def _added_up(reports: Sequence[worker_pb2.GroupReport]) -> list[worker_pb2.GroupReport]:
+    """Of a burst, one report for what ran alike in its sub-steps."""
+    alike: dict[tuple[str, int, str], worker_pb2.GroupReport] = {}
+    for report in reports:
+        known = alike.setdefault((report.phase, report.kernel, report.reason), report)
+        if known is not report:
+            known.kv_read_bytes += report.kv_read_bytes
+            known.kv_avoided_bytes += report.kv_avoided_bytes
+            known.predicted_seconds += report.predicted_seconds
+            known.actual_seconds += report.actual_seconds
+    return list(alike.values())
 
 
 def _group_report(cost: GroupCost) -> worker_pb2.GroupReport:

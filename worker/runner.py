@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Sequence
+from functools import partial
 from typing import Protocol
 
 import numpy as np
@@ -15,7 +16,7 @@ from stemserve.worker.dispatch import KERNEL_CODES, Choice, Dispatcher
 from stemserve.worker.kv_pool import KvPool
 from stemserve.worker.kv_writes import KvWrites
 from stemserve.worker.models.layer_ops import PageWrites
-from stemserve.worker.result import GroupCost, LaunchedStep
+from stemserve.worker.result import GroupCost, LaunchedStep, RanStep
 from stemserve.worker.sampler import Sampler
 from stemserve.worker.scorer import Heads, Readout, Scorer, plan_readout
 from stemserve.worker.step import Step, decode_step
@@ -41,6 +42,14 @@ class Model(Heads, Protocol):
     ) -> Tensor: ...  # [kept, hidden]
 
 
+class Decoder(Protocol):
+    """Runs decode steps in a way of its own. Copies and samplers are dealt with before `run`."""
+
+    def takes(self, step: Step) -> bool: ...
+
+    def run(self, step: Step) -> Sequence[RanStep]: ...  # [step.repeat], launched
+
+
 class ModelRunner:
     """Runs steps one after the other; not to be shared by threads."""
 
@@ -52,6 +61,7 @@ class ModelRunner:
         sampler: Sampler,
         scorer: Scorer,
         limits: StepLimits,
+        decoder: Decoder | None = None,
     ) -> None:
         self._model = model
         self._pool = pool
@@ -59,6 +69,7 @@ class ModelRunner:
         self._sampler = sampler
         self._scorer = scorer
         self._limits = limits
+        self._decoder = decoder  # None: every step runs as any other
         self._steps = 0
 
     @property
@@ -74,28 +85,44 @@ class ModelRunner:
         started = time.perf_counter()
         step = decode_step(plan, self._limits)
         self._sampler.check(step)
-        choices = self._dispatcher.choose(step)
-        attention = StepAttention(step, choices, self._pool, timed=self._is_timed())
-        readout = plan_readout(step)
+        if self._decoder is not None and self._decoder.takes(step):
+            run = self._decoder.run
+        else:
+            run = partial(self._run_each, first=self._attention(step.at(0)))
         self._pool.copy(step.copies)
         self._sampler.admit(step.samplers)
-        hidden = self._forward(step, attention, readout)
-        scores = self._scorer.read(step, readout, hidden)
-        self._steps += 1
-        return LaunchedStep(
-            step=step,
-            readout=readout,
-            scores=scores.on_host(),
-            groups=[self._cost(group) for group in attention.groups],
-            started=started,
-            done=self._record_event(),
-        )
+        ran = run(step)
+        return LaunchedStep(step=step, ran=ran, started=started, done=self._record_event())
 
     def predict(self, plan: worker_pb2.StepPlan) -> worker_pb2.PredictResponse:
         """Safe beside a running step: it changes nothing but the dispatcher's memory of choices."""
         step = decode_step(plan, self._limits)
-        choices = self._dispatcher.choose(step)
+        choices = self._dispatcher.choose(step.at(0))
         return worker_pb2.PredictResponse(groups=[self._prediction(c) for c in choices])
+
+    def _run_each(self, step: Step, first: StepAttention) -> Sequence[RanStep]:
+        """One sub-step of a burst after the other; `first` is the attention of the first."""
+        ran = [self._run(step.at(0), first)]
+        for number in range(1, step.repeat):
+            sub_step = step.at(number)
+            ran.append(self._run(sub_step, self._attention(sub_step)))
+        return ran
+
+    def _attention(self, step: Step) -> StepAttention:
+        choices = self._dispatcher.choose(step)
+        return StepAttention(step, choices, self._pool, timed=self._is_timed())
+
+    def _run(self, step: Step, attention: StepAttention) -> RanStep:
+        readout = plan_readout(step)
+        hidden = self._forward(step, attention, readout)
+        scores = self._scorer.read(step, readout, hidden)
+        self._steps += 1
+        return RanStep(
+            step=step,
+            readout=readout,
+            scores=scores.on_host(),
+            groups=[self._cost(group) for group in attention.groups],
+        )
 
     def _forward(self, step: Step, attention: StepAttention, readout: Readout) -> Tensor:
         device = self._pool.device

@@ -12,7 +12,7 @@ from stemserve.kernels.pricing.cost_model import CostTable
 from stemserve.kernels.pricing.cost_table_file import tables_json
 from stemserve.kernels.registry import strategy_set
 from stemserve.proto.v1 import worker_pb2
-from stemserve.worker.config import ConfigError, Device, Dtype, WorkerConfig
+from stemserve.worker.config import GPU_BURST_STEPS, ConfigError, Device, Dtype, WorkerConfig
 from stemserve.worker.costs import device_costs
 from stemserve.worker.dispatch import Dispatcher
 from stemserve.worker.kv_pool import KvPool, KvShape
@@ -153,7 +153,15 @@ def _limits(config: WorkerConfig, model: Transformer, kv: KvShape) -> StepLimits
         max_step_tokens=config.max_step_tokens,
         has_lm_head=model.config.has_lm_head,
         classes=len(model.config.class_labels),
+        max_burst_steps=_burst_steps(config, model.device),
     )
+
+
+def _burst_steps(config: WorkerConfig, device: torch.device) -> int:
+    """A step of a CPU is so long that a burst would only hold its tokens back."""
+    if config.max_burst_steps is not None:
+        return config.max_burst_steps
+    return GPU_BURST_STEPS if device.type == "cuda" else 1
 
 
 def _facts(
@@ -179,6 +187,7 @@ def _facts(
         class_labels=described.class_labels,
         kv_bytes_per_token=kv.bytes_per_token,
         cost_table_json=tables_json([costs]),
+        max_burst_steps=_burst_steps(config, model.device),
     )
 
 

@@ -1,12 +1,19 @@
 """One step of the model: a StepPlan decoded to host arrays and checked."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from stemserve.kernels.layout import AttentionLayout, Int32
 from stemserve.proto.v1 import worker_pb2
 from stemserve.worker.blobs import BadPlan, decode_int32
+from stemserve.worker.burst import (
+    check_burst_rows,
+    decode_row_steps,
+    layout_ahead,
+    longest_layout,
+    tokens_ahead,
+)
 from stemserve.worker.sampler_params import SamplerParams, decode_sampler
 from stemserve.worker.step_checks import (
     StepLimits,
@@ -21,6 +28,8 @@ from stemserve.worker.step_checks import (
 PREFILL = worker_pb2.SEGMENT_KIND_PREFILL
 DECODE = worker_pb2.SEGMENT_KIND_DECODE
 ITEM = worker_pb2.SEGMENT_KIND_ITEM
+
+NONE = np.empty(0, np.int32)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,11 +52,13 @@ class Samples:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Step:
+    """A step, or a burst of `repeat` decode steps: then its arrays are those of sub-step 0."""
+
     step_id: int
     token_ids: Int32  # [rows] -1 - slot: the token last sampled into that slot
     positions: Int32  # [rows]
-    kv_slots: Int32  # [rows] -1: not stored
-    layout: AttentionLayout  # of all segments and the whole forest
+    kv_slots: Int32  # [repeat * rows] sub-step by sub-step; -1: not stored
+    layout: AttentionLayout  # of all segments and the whole forest; a burst's has all its pages
     segment_kind: Int32  # [segments]
     segment_kernel: Int32  # [segments] forced Kernel; 0: none
     copies: Int32  # [copies, 3] source page, destination page, tokens
@@ -55,25 +66,57 @@ class Step:
     classify_rows: Int32  # [classified]
     samples: Samples
     samplers: tuple[SamplerParams, ...]
+    repeat: int  # 1: no burst
+    row_steps: Int32  # [rows] of a burst: sub-steps in which each row counts; else empty
 
     @property
     def num_rows(self) -> int:
         return len(self.token_ids)
 
+    def at(self, sub_step: int) -> "Step":
+        """A sub-step of a burst as a step of its own; the first has the copies and the samplers."""
+        if self.repeat == 1:
+            return self
+        samples, ahead = self.samples, tokens_ahead(self.row_steps, sub_step)
+        first = sub_step * self.num_rows
+        step = replace(
+            self,
+            positions=self.positions + ahead,
+            kv_slots=self.kv_slots[first : first + self.num_rows],
+            layout=layout_ahead(self.layout, ahead),
+            samples=replace(samples, index=samples.index + ahead),
+            repeat=1,
+            row_steps=NONE,
+        )
+        if sub_step == 0:
+            return step
+        return replace(step, token_ids=-1 - samples.slots, copies=NONE.reshape(0, 3), samplers=())
+
 
 def decode_step(plan: worker_pb2.StepPlan, limits: StepLimits) -> Step:
     """Raises BadPlan with the array that is wrong and what is wrong about it."""
+    repeat = max(1, plan.repeat)
+    if repeat > limits.max_burst_steps:
+        raise BadPlan(f"repeat is {repeat}; this worker runs at most {limits.max_burst_steps}")
     token_ids = decode_int32("token_ids", plan.token_ids)
     positions = decode_int32("positions", plan.positions)
     kv_slots = decode_int32("kv_slots", plan.kv_slots)
     rows = len(token_ids)
-    _check_rows(token_ids, positions, kv_slots, limits)
+    row_steps = decode_row_steps(plan.row_steps, repeat=repeat, rows=rows)
+    _check_rows(token_ids, positions, kv_slots, limits, repeat)
     kind = decode_int32("segment_kind", plan.segment_kind)
     kernel = decode_int32("segment_kernel", plan.segment_kernel)
-    layout = _decode_layout(plan, kind, limits, rows)
+    layout = _decode_layout(plan, kind, limits, row_steps)
+    check_indptr("segment_indptr", layout.segment_indptr, len(kind), rows)
+    if (layout.segment_rows < 1).any():
+        raise BadPlan("segment_indptr has a segment without rows")
     check_segments(layout, kind, kernel)
-    check_layout_rows(layout, positions, kv_slots)
-    return Step(
+    if repeat > 1:
+        check_burst_rows(layout, positions, kv_slots, row_steps)
+        check_range("positions", positions + row_steps - 1, 0, limits.context_tokens)
+    else:
+        check_layout_rows(layout, positions, kv_slots)
+    step = Step(
         step_id=plan.step_id,
         token_ids=token_ids,
         positions=positions,
@@ -86,16 +129,24 @@ def decode_step(plan: worker_pb2.StepPlan, limits: StepLimits) -> Step:
         classify_rows=_decode_classify_rows(plan.classify_rows, limits, rows),
         samples=_decode_samples(plan, limits, rows),
         samplers=_decode_samplers(plan, limits),
+        repeat=repeat,
+        row_steps=row_steps,
     )
+    if repeat > 1:
+        _check_burst_reads(step)
+    return step
 
 
-def _check_rows(token_ids: Int32, positions: Int32, kv_slots: Int32, limits: StepLimits) -> None:
+def _check_rows(
+    token_ids: Int32, positions: Int32, kv_slots: Int32, limits: StepLimits, repeat: int
+) -> None:
     rows = len(token_ids)
     if not 1 <= rows <= limits.max_step_tokens:
         raise BadPlan(f"the step has {rows} rows; it must have 1..{limits.max_step_tokens}")
-    if len(positions) != rows or len(kv_slots) != rows:
+    if len(positions) != rows or len(kv_slots) != repeat * rows:
         raise BadPlan(
-            f"{rows} token_ids, {len(positions)} positions and {len(kv_slots)} kv_slots differ"
+            f"{rows} token_ids, {len(positions)} positions and {len(kv_slots)} kv_slots "
+            f"of {repeat} sub-steps differ"
         )
     check_range("token_ids", token_ids, -limits.sampler_slots, limits.vocab_size)
     check_range("positions", positions, 0, limits.context_tokens)
@@ -103,8 +154,15 @@ def _check_rows(token_ids: Int32, positions: Int32, kv_slots: Int32, limits: Ste
     check_unique("kv_slots", kv_slots[kv_slots >= 0])
 
 
+def _check_burst_reads(step: Step) -> None:
+    if len(step.gathers.rows) or len(step.classify_rows):
+        raise BadPlan("gather_rows and classify_rows: a burst reads nothing but its samples")
+    if not np.array_equal(step.samples.rows, np.arange(step.num_rows)):
+        raise BadPlan("sample_rows: a burst samples every row once, in order")
+
+
 def _decode_layout(
-    plan: worker_pb2.StepPlan, kind: Int32, limits: StepLimits, rows: int
+    plan: worker_pb2.StepPlan, kind: Int32, limits: StepLimits, row_steps: Int32
 ) -> AttentionLayout:
     layout = AttentionLayout(
         page_size=limits.page_size,
@@ -116,10 +174,8 @@ def _decode_layout(
         segment_node=decode_int32("segment_node", plan.segment_node),
         segment_is_item=kind == ITEM,
     )
-    check_forest(layout, limits.kv_pages)
-    check_indptr("segment_indptr", layout.segment_indptr, len(kind), rows)
-    if (layout.segment_rows < 1).any():
-        raise BadPlan("segment_indptr has a segment without rows")
+    grown = longest_layout(layout, kind, row_steps) if len(row_steps) else layout
+    check_forest(grown, limits.kv_pages)
     return layout
 
 

@@ -77,6 +77,7 @@ class DescribeResponse(google.protobuf.message.Message):
     CLASS_LABELS_FIELD_NUMBER: builtins.int
     KV_BYTES_PER_TOKEN_FIELD_NUMBER: builtins.int
     COST_TABLE_JSON_FIELD_NUMBER: builtins.int
+    MAX_BURST_STEPS_FIELD_NUMBER: builtins.int
     model: builtins.str
     architecture: builtins.str
     dtype: builtins.str
@@ -97,6 +98,8 @@ class DescribeResponse(google.protobuf.message.Message):
     """all layers, K and V"""
     cost_table_json: builtins.str
     """kernels/costs format"""
+    max_burst_steps: builtins.int
+    """largest StepPlan.repeat; 0 is 1"""
     @property
     def class_labels(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]: ...
     def __init__(
@@ -120,14 +123,23 @@ class DescribeResponse(google.protobuf.message.Message):
         class_labels: collections.abc.Iterable[builtins.str] | None = ...,
         kv_bytes_per_token: builtins.int = ...,
         cost_table_json: builtins.str = ...,
+        max_burst_steps: builtins.int = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["architecture", b"architecture", "class_labels", b"class_labels", "context_tokens", b"context_tokens", "cost_table_json", b"cost_table_json", "device", b"device", "dtype", b"dtype", "has_lm_head", b"has_lm_head", "head_dim", b"head_dim", "kv_bytes_per_token", b"kv_bytes_per_token", "kv_heads", b"kv_heads", "kv_pages", b"kv_pages", "layers", b"layers", "model", b"model", "page_size", b"page_size", "query_heads", b"query_heads", "sampler_slots", b"sampler_slots", "steps_in_flight", b"steps_in_flight", "vocab_size", b"vocab_size"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["architecture", b"architecture", "class_labels", b"class_labels", "context_tokens", b"context_tokens", "cost_table_json", b"cost_table_json", "device", b"device", "dtype", b"dtype", "has_lm_head", b"has_lm_head", "head_dim", b"head_dim", "kv_bytes_per_token", b"kv_bytes_per_token", "kv_heads", b"kv_heads", "kv_pages", b"kv_pages", "layers", b"layers", "max_burst_steps", b"max_burst_steps", "model", b"model", "page_size", b"page_size", "query_heads", b"query_heads", "sampler_slots", b"sampler_slots", "steps_in_flight", b"steps_in_flight", "vocab_size", b"vocab_size"]) -> None: ...
 
 Global___DescribeResponse: typing_extensions.TypeAlias = DescribeResponse
 
 @typing.final
 class StepPlan(google.protobuf.message.Message):
-    """One step. Rows are the tokens that go through the model; a segment is a run of rows of one sequence."""
+    """One step. Rows are the tokens that go through the model; a segment is a run of rows of one sequence.
+
+    A burst (`repeat` above 1) is that many decode steps in a row: all segments are DECODE, each ends in
+    a leaf of its own, every row is sampled once, in order, and nothing else is read. The arrays are those
+    of its first sub-step. Sub-step j has, for each row, the token last sampled into the row's slot, and
+    position, tokens of the row's node and sample_index that are j larger. A row counts in its first
+    row_steps sub-steps; behind them it stays as it was in the last that counted, stores nothing, and
+    what is drawn is of no use to anybody: nor is the slot, until it gets a new sampler.
+    """
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -152,13 +164,15 @@ class StepPlan(google.protobuf.message.Message):
     SAMPLE_SLOTS_FIELD_NUMBER: builtins.int
     SAMPLE_INDEX_FIELD_NUMBER: builtins.int
     SAMPLERS_FIELD_NUMBER: builtins.int
+    REPEAT_FIELD_NUMBER: builtins.int
+    ROW_STEPS_FIELD_NUMBER: builtins.int
     step_id: builtins.int
     token_ids: builtins.bytes
     """[rows] token id, or -1 - slot for the token last sampled into that slot."""
     positions: builtins.bytes
     """[rows]"""
     kv_slots: builtins.bytes
-    """[rows] page * page_size + offset where K/V go; -1: not stored"""
+    """[repeat, rows] page * page_size + offset where K/V go; -1: not stored"""
     segment_indptr: builtins.bytes
     """[segments + 1] rows of each segment"""
     segment_kind: builtins.bytes
@@ -174,6 +188,7 @@ class StepPlan(google.protobuf.message.Message):
     node_page_indptr: builtins.bytes
     """[nodes + 1]"""
     node_pages: builtins.bytes
+    """of a burst: of its last sub-step; each sub-step uses those that it fills"""
     node_tokens: builtins.bytes
     """[nodes] tokens in the node once the step's rows are written; a multiple of page_size unless the node has no child."""
     copies: builtins.bytes
@@ -194,6 +209,10 @@ class StepPlan(google.protobuf.message.Message):
     """[samples] where the sampled token is kept"""
     sample_index: builtins.bytes
     """[samples] how many tokens the slot's request generated before"""
+    repeat: builtins.int
+    """steps of a burst; 0 is 1"""
+    row_steps: builtins.bytes
+    """[rows] of a burst, 1..repeat: sub-steps in which the row counts"""
     @property
     def samplers(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___Sampler]:
         """slots that start with this step"""
@@ -222,8 +241,10 @@ class StepPlan(google.protobuf.message.Message):
         sample_slots: builtins.bytes = ...,
         sample_index: builtins.bytes = ...,
         samplers: collections.abc.Iterable[Global___Sampler] | None = ...,
+        repeat: builtins.int = ...,
+        row_steps: builtins.bytes = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["classify_rows", b"classify_rows", "copies", b"copies", "gather_ids", b"gather_ids", "gather_indptr", b"gather_indptr", "gather_rows", b"gather_rows", "kv_slots", b"kv_slots", "node_page_indptr", b"node_page_indptr", "node_pages", b"node_pages", "node_parent", b"node_parent", "node_tokens", b"node_tokens", "positions", b"positions", "sample_index", b"sample_index", "sample_rows", b"sample_rows", "sample_slots", b"sample_slots", "samplers", b"samplers", "segment_indptr", b"segment_indptr", "segment_kernel", b"segment_kernel", "segment_kind", b"segment_kind", "segment_node", b"segment_node", "step_id", b"step_id", "token_ids", b"token_ids"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["classify_rows", b"classify_rows", "copies", b"copies", "gather_ids", b"gather_ids", "gather_indptr", b"gather_indptr", "gather_rows", b"gather_rows", "kv_slots", b"kv_slots", "node_page_indptr", b"node_page_indptr", "node_pages", b"node_pages", "node_parent", b"node_parent", "node_tokens", b"node_tokens", "positions", b"positions", "repeat", b"repeat", "row_steps", b"row_steps", "sample_index", b"sample_index", "sample_rows", b"sample_rows", "sample_slots", b"sample_slots", "samplers", b"samplers", "segment_indptr", b"segment_indptr", "segment_kernel", b"segment_kernel", "segment_kind", b"segment_kind", "segment_node", b"segment_node", "step_id", b"step_id", "token_ids", b"token_ids"]) -> None: ...
 
 Global___StepPlan: typing_extensions.TypeAlias = StepPlan
 
@@ -324,6 +345,8 @@ Global___GroupReport: typing_extensions.TypeAlias = GroupReport
 
 @typing.final
 class StepResult(google.protobuf.message.Message):
+    """What a burst draws follows sub-step by sub-step; its groups and seconds are of all sub-steps together."""
+
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     STEP_ID_FIELD_NUMBER: builtins.int
@@ -341,11 +364,11 @@ class StepResult(google.protobuf.message.Message):
     ERROR_FIELD_NUMBER: builtins.int
     step_id: builtins.int
     sampled_tokens: builtins.bytes
-    """[samples]"""
+    """[repeat, samples]"""
     sampled_logprobs: builtins.bytes
-    """float32 [samples], raw"""
+    """float32 [repeat, samples], raw"""
     top_indptr: builtins.bytes
-    """[samples + 1]; empty when no sampler asks"""
+    """[repeat * samples + 1]; empty when no sampler asks"""
     top_ids: builtins.bytes
     top_logprobs: builtins.bytes
     """float32"""
@@ -356,7 +379,7 @@ class StepResult(google.protobuf.message.Message):
     class_scores: builtins.bytes
     """float32 [classified, classes]"""
     failed_rows: builtins.bytes
-    """rows whose logits were not finite"""
+    """rows whose logits were not finite; row + j * rows in sub-step j of a burst"""
     step_seconds: builtins.float
     error: builtins.str
     """the whole step failed; nothing above is set"""

@@ -41,8 +41,8 @@ def indices(values: object) -> Tensor:
 
 
 def largest_error(hidden: Tensor, weight: Tensor) -> float:
-    """Of a log-probability: what a logit may lose, and one step for the log-sum-exp."""
-    steps = -(-hidden.shape[1] // PRODUCTS_A_STEP) + 1
+    """Of a log-probability: what a logit may lose, and the log-sum-exp in a few roundings."""
+    steps = -(-hidden.shape[1] // PRODUCTS_A_STEP) + 6
     return steps * EPSILON * (hidden.double() @ weight.double().T).abs().max().item()
 
 
@@ -54,7 +54,7 @@ def check(
     error = largest_error(hidden, weight)
     errors = (found.logprobs - exact[rows, tokens]).abs()
     assert errors.max().item() < error
-    assert errors.mean().item() < error / 8
+    assert errors.mean().item() < error / 4
     # Of two logits that float32 cannot tell apart either may be the largest.
     lead = exact.amax(1) - exact.gather(1, found.argmax[:, None]).squeeze(1)
     assert lead.max().item() < error

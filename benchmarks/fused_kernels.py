@@ -23,6 +23,7 @@ from kernel_clock import graph_of, replay_us
 from torch import Tensor
 
 from stemserve.kernels.fused.fused_logits import chosen_logprobs
+from stemserve.kernels.host_array import device_tensor
 from stemserve.worker.kv_pool import KvPool, KvShape
 from stemserve.worker.kv_writes import KvWrites
 from stemserve.worker.models.layer_ops import LayerOps
@@ -137,7 +138,7 @@ class Cases:
         )
         order = np.random.default_rng(0).permutation(rows // 16)
         slots = (order[:, None] * 16 + np.arange(16)).ravel().astype(np.int32)
-        pages = KvWrites(KvPool(shape, device), slots)
+        pages = KvWrites(KvPool(shape, device), device_tensor(slots, device))
         positions = torch.arange(rows, device=device) % config.context_tokens
         norm = randn(config.query_heads + config.kv_heads, config.head_dim)
         split = {ops: ops.heads(positions, pages) for ops in (self._ours, self._torch)}

@@ -8,15 +8,17 @@ import torch
 from torch import Tensor
 
 from stemserve.kernels.host_array import device_tensor, index_tensor
-from stemserve.kernels.layout import Int32
 from stemserve.worker.kv_pool import KvPool
 
 
 class KvWrites:
-    def __init__(self, pool: KvPool, kv_slots: Int32) -> None:
+    def __init__(
+        self,
+        pool: KvPool,
+        slots: Tensor,  # [rows] int32; -1: not stored
+    ) -> None:
         self._pool = pool
-        self._kv_slots = kv_slots
-        self.slots = device_tensor(kv_slots, pool.device)  # [rows] int32; -1: not stored
+        self.slots = slots
 
     def k_pages(self, layer: int) -> Tensor:
         return self._pool.k_pages(layer)
@@ -36,10 +38,11 @@ class KvWrites:
 
     @cached_property
     def _stored(self) -> tuple[slice | Tensor, Tensor]:
-        """The rows that are stored, and their slots [stored] int64."""
-        stored = np.flatnonzero(self._kv_slots >= 0)
+        """The rows that are stored, and their slots [stored] int64. On a GPU it waits."""
+        kv_slots = self.slots.cpu().numpy()
+        stored = np.flatnonzero(kv_slots >= 0)
         device = self._pool.device
-        slots = index_tensor(self._kv_slots[stored], device)
+        slots = index_tensor(kv_slots[stored], device)
         return _on_device(as_slice(stored), device), slots
 
 

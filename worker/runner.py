@@ -5,41 +5,20 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Protocol
 
-import numpy as np
 import torch
-from torch import Tensor
 
-from stemserve.kernels.host_array import device_tensor
 from stemserve.proto.v1 import worker_pb2
 from stemserve.worker.attention import PlannedGroup, StepAttention
 from stemserve.worker.dispatch import KERNEL_CODES, Choice, Dispatcher
+from stemserve.worker.forward import Forward
 from stemserve.worker.kv_pool import KvPool
-from stemserve.worker.kv_writes import KvWrites
-from stemserve.worker.models.layer_ops import PageWrites
 from stemserve.worker.result import GroupCost, LaunchedStep, RanStep
 from stemserve.worker.sampler import Sampler
-from stemserve.worker.scorer import Heads, Readout, Scorer, plan_readout
+from stemserve.worker.scorer import Scorer, plan_readout
 from stemserve.worker.step import Step, decode_step
 from stemserve.worker.step_checks import StepLimits
 
 TIMED_EVERY = 16  # steps on a GPU, where each timed layer records two events a group
-
-
-class Attend(Protocol):
-    """Attention of all rows of the step in one layer; what is stored is in the pages."""
-
-    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor: ...
-
-
-class Model(Heads, Protocol):
-    def hidden(
-        self,
-        token_ids: Tensor,  # [rows] int64
-        positions: Tensor,  # [rows] int64
-        attend: Attend,
-        keep_rows: Tensor | None,  # [kept] rows that go on after the last attention; None: all
-        pages: PageWrites,
-    ) -> Tensor: ...  # [kept, hidden]
 
 
 class Decoder(Protocol):
@@ -55,7 +34,7 @@ class ModelRunner:
 
     def __init__(
         self,
-        model: Model,
+        forward: Forward,
         pool: KvPool,
         dispatcher: Dispatcher,
         sampler: Sampler,
@@ -63,7 +42,7 @@ class ModelRunner:
         limits: StepLimits,
         decoder: Decoder | None = None,
     ) -> None:
-        self._model = model
+        self._forward = forward
         self._pool = pool
         self._dispatcher = dispatcher
         self._sampler = sampler
@@ -123,15 +102,6 @@ class ModelRunner:
             scores=scores.on_host(),
             groups=[self._cost(group) for group in attention.groups],
         )
-
-    def _forward(self, step: Step, attention: StepAttention, readout: Readout) -> Tensor:
-        device = self._pool.device
-        everything = len(readout.rows) == step.num_rows
-        keep_rows = None if everything else device_tensor(readout.rows, device)
-        positions = device_tensor(step.positions.astype(np.int64), device)
-        token_ids = self._sampler.token_ids(step.token_ids)
-        pages = KvWrites(self._pool, step.kv_slots)
-        return self._model.hidden(token_ids, positions, attention, keep_rows, pages)
 
     def _is_timed(self) -> bool:
         return not self.uses_gpu or self._steps % TIMED_EVERY == 0

@@ -15,6 +15,7 @@ from stemserve.proto.v1 import worker_pb2
 from stemserve.worker.config import GPU_BURST_STEPS, ConfigError, Device, Dtype, WorkerConfig
 from stemserve.worker.costs import device_costs
 from stemserve.worker.dispatch import Dispatcher
+from stemserve.worker.forward import Forward
 from stemserve.worker.kv_pool import KvPool, KvShape
 from stemserve.worker.memory import kv_pages
 from stemserve.worker.models.loader import load_model
@@ -52,7 +53,7 @@ def make_parts(config: WorkerConfig, progress: Progress, check: Callable[[], Non
     limits = _limits(config, model, pool.shape)
     sampler = Sampler(limits.sampler_slots, device)
     runner = ModelRunner(
-        model,
+        Forward(model, pool, sampler, limits.max_step_tokens),
         pool,
         Dispatcher(
             available.strategies,

@@ -13,6 +13,7 @@ from stemserve.kernels.pricing.engine_cost import BlockEngine
 from stemserve.kernels.registry import strategies
 from stemserve.kernels.strategy import TORCH, Kernel
 from stemserve.worker.dispatch import Dispatcher
+from stemserve.worker.forward import Forward
 from stemserve.worker.kv_pool import KvPool, KvShape
 from stemserve.worker.models.loader import load_model
 from stemserve.worker.models.model_config import ModelConfig
@@ -109,7 +110,7 @@ def make_runner(
     sampler = Sampler(8, device)
     available = strategies(config.heads, device=device, dtype=torch.float32, costs=costs)
     runner = ModelRunner(
-        model,
+        Forward(model, pool, sampler, limits.max_step_tokens),
         pool,
         Dispatcher(available, costs, forced=forced),
         sampler,

@@ -67,6 +67,13 @@ class Transformer:
     def embed(self, token_ids: Tensor) -> Tensor:  # [rows] to [rows, hidden], the first residual
         return F.embedding(token_ids, self._embedding)
 
+    def embed_into(
+        self,
+        token_ids: Tensor,  # [rows]
+        residual: Tensor,  # [rows, hidden], overwritten
+    ) -> None:
+        torch.index_select(self._embedding, 0, token_ids, out=residual)
+
     def begin(
         self,
         residual: Tensor,  # [rows, hidden]

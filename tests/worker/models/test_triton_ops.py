@@ -14,6 +14,7 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
+from stemserve.kernels.host_array import device_tensor
 from stemserve.worker.kv_pool import KvPool, KvShape
 from stemserve.worker.kv_writes import KvWrites
 from stemserve.worker.models.layers import Attend
@@ -118,7 +119,7 @@ def test_pages_hold_what_plain_torch_puts_there(
             dtype=torch.float32,
         )
         pools.append(KvPool(shape, DEVICE))
-        writes = KvWrites(pools[-1], slots)
+        writes = KvWrites(pools[-1], device_tensor(slots, DEVICE))
         positions = torch.arange(TOKENS, device=DEVICE)
         model.hidden(token_ids, positions, causal_attend, None, writes)
     ours, expected = pools

@@ -1,0 +1,140 @@
+"""Steps of up to a few thousand rows: what lies between two attentions is one graph a layer.
+
+A graph has a fixed number of rows. A step takes the smallest bucket that holds it; the rows behind
+its own are padding, whose results nobody reads and whose keys and values are not stored.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from stemserve.kernels.fused.heads import Heads
+from stemserve.worker.graphs.capture import Capture
+from stemserve.worker.kv_pool import KvPool
+from stemserve.worker.kv_writes import KvWrites
+from stemserve.worker.models.layer_ops import SplitHeads
+from stemserve.worker.models.layers import Attend
+from stemserve.worker.models.transformer import Transformer
+from stemserve.worker.step_inputs import StepInputs
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StaticRows:
+    """What the pieces of one bucket read and write; a smaller bucket has the first rows."""
+
+    residual: Tensor  # [rows, hidden]
+    mixed: Tensor  # [rows, query_heads * head_dim], the result of an attention
+    heads: Heads  # of the next one
+
+    def first(self, rows: int) -> "StaticRows":
+        return StaticRows(
+            residual=self.residual[:rows],
+            mixed=self.mixed[:rows],
+            heads=Heads(*(part[:rows] for part in self.heads)),
+        )
+
+
+class Pieces:
+    """The pieces of a model for one bucket: one before each attention but none after the last."""
+
+    def __init__(self, static: StaticRows, replays: Sequence[Callable[[], None]]) -> None:
+        self.static = static
+        self._replays = replays
+
+    def run(self, rows: int, attend: Attend) -> tuple[Tensor, Tensor]:
+        """From the first residual to the result of the last attention, and the last residual."""
+        heads = Heads(*(part[:rows] for part in self.static.heads))
+        mixed = self.static.mixed[:rows]
+        by_head = mixed.view(heads.q.shape)
+        for layer, replay in enumerate(self._replays):
+            replay()
+            by_head.copy_(attend(layer, *heads))
+        return mixed, self.static.residual[:rows]
+
+
+class PiecewiseModel:
+    """The forward pass of steps that fit a bucket."""
+
+    def __init__(self, model: Transformer, pool: KvPool, inputs: StepInputs) -> None:
+        self._model = model
+        self._pool = pool
+        self._inputs = inputs
+        self._pieces: dict[int, Pieces] = {}
+        self._static: StaticRows | None = None
+
+    @property
+    def buckets(self) -> list[int]:
+        return sorted(self._pieces)
+
+    def bucket(self, rows: int) -> int | None:
+        """The rows that a step is padded to; None: too many for any bucket."""
+        return next((bucket for bucket in self.buckets if bucket >= rows), None)
+
+    @torch.inference_mode()
+    def capture(self, buckets: Sequence[int], capture: Capture) -> Iterator[int]:
+        """The largest first: the others fit into its memory. Yields each bucket that is done."""
+        for bucket in sorted(buckets, reverse=True):
+            if self._static is None:
+                self._static = _static_rows(self._model, bucket)
+            static = self._static.first(bucket)
+            works = self._works(static, bucket)
+            self._pieces[bucket] = Pieces(static, [capture(work) for work in works])
+            yield bucket
+
+    def hidden(
+        self,
+        token_ids: Tensor,  # [rows]
+        attend: Attend,
+        keep_rows: Tensor | None,  # [kept] rows that go on after the last attention; None: all
+        bucket: int,
+    ) -> Tensor:  # [kept, hidden]
+        """Positions and slots of the bucket's rows are in the step inputs."""
+        pieces, rows = self._pieces[bucket], len(token_ids)
+        self._model.embed_into(token_ids, pieces.static.residual[:rows])
+        mixed, residual = pieces.run(rows, attend)
+        if keep_rows is not None:
+            mixed, residual = mixed[keep_rows], residual[keep_rows]
+        return self._model.end(mixed, residual)
+
+    def _works(self, static: StaticRows, bucket: int) -> Iterator[Callable[[], None]]:
+        inputs, model = self._inputs.fixed(bucket), self._model
+
+        def split() -> SplitHeads:
+            writes = KvWrites(self._pool, inputs.slots)
+            return model.ops.heads(inputs.positions, writes, static.heads)
+
+        def begin() -> None:
+            model.begin(static.residual, split())
+
+        def between(layer: int) -> None:
+            model.between(layer, static.mixed, static.residual, split())
+
+        yield begin
+        for layer in range(model.config.num_layers - 1):
+            yield partial(between, layer)
+
+
+def _static_rows(model: Transformer, rows: int) -> StaticRows:
+    config = model.config
+
+    def zeros(*shape: int) -> Tensor:
+        return torch.zeros(rows, *shape, dtype=model.dtype, device=model.device)
+
+    return StaticRows(
+        residual=zeros(config.hidden_size),
+        mixed=zeros(config.query_heads * config.head_dim),
+        heads=Heads(
+            zeros(config.query_heads, config.head_dim),
+            zeros(config.kv_heads, config.head_dim),
+            zeros(config.kv_heads, config.head_dim),
+        ),
+    )
+
+
+def default_buckets(most: int) -> list[int]:
+    """Multiples of 64 up to 1,024, of 128 up to 2,048, of 256 above; 32 for the smallest."""
+    buckets = [32, *range(64, 1024, 64), *range(1024, 2048, 128), *range(2048, most + 1, 256)]
+    return [bucket for bucket in buckets if bucket <= most]

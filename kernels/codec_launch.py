@@ -137,6 +137,7 @@ class TritonTree:
             DIM_PAD=self._padded_dim,
             OWN_HEADS=heads,
             BLOCK=block,
+            ROOMY=tables.roomy,
             num_warps=1,
         )
 

@@ -1,6 +1,7 @@
 """The device tables of a tree-decode plan: one buffer, one copy, small writes as leaves grow."""
 
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 import numpy as np
 import torch
@@ -103,16 +104,28 @@ class DeviceTables:
     positions: Tensor  # [pages] with a window
     starts: Tensor  # [rows] with a window
     host: HostTables
+    roomy: bool = False  # rows have fewer partial results than there are columns
     _growth: "_Growth | None" = field(default=None, repr=False)
 
     @classmethod
     def make(cls, host: HostTables, device: torch.device) -> "DeviceTables":
-        capacity, width = with_room(host.size), host.records.shape[1]
-        ends = np.cumsum(_section_sizes(capacity, width)).tolist()
-        buffer = torch.empty(ends[-1], dtype=torch.int32, device=device)
-        parts = [buffer[a:b] for a, b in zip([0, *ends[:-1]], ends, strict=True)]
-        rows, record, words, masks, merge_count, merge, positions, starts = parts
-        tables = cls(
+        capacity = with_room(host.size)
+        size = table_size(capacity, host.records.shape[1])
+        buffer = torch.empty(size, dtype=torch.int32, device=device)
+        tables = cls.at(buffer, capacity, host)
+        tables.fill(host)
+        return tables
+
+    @classmethod
+    def at(
+        cls, buffer: Tensor, capacity: Capacity, host: HostTables, *, roomy: bool = False
+    ) -> "DeviceTables":
+        """In a buffer of `table_size` entries, which somebody else fills."""
+        width = host.records.shape[1]
+        rows, record, merge_count, merge, positions, starts, words, masks = (
+            buffer[a:b] for a, b in pairwise(section_starts(capacity, width))
+        )
+        return cls(
             capacity=capacity,
             buffer=buffer,
             rows=rows,
@@ -124,31 +137,13 @@ class DeviceTables:
             positions=positions,
             starts=starts,
             host=host,
+            roomy=roomy,
         )
-        tables.fill(host)
-        return tables
 
     def fill(self, host: HostTables) -> None:
         """Copy the tables of a plan that fits; the copy is ordered on the current stream."""
         staged = torch.empty(len(self.buffer), dtype=torch.int32, pin_memory=self.buffer.is_cuda)
-        flat = staged.numpy()
-        sizes = _section_sizes(self.capacity, host.records.shape[1])
-        starts = np.cumsum([0, *sizes[:-1]]).tolist()
-        pieces, streams = host.pieces, host.streams
-        merge = np.full((self.capacity.rows, self.capacity.columns), -1, np.int32)
-        merge[:, : pieces.merge.shape[1]] = pieces.merge
-        parts = (
-            streams.rows,
-            host.records,
-            streams.words,
-            streams.masks,
-            pieces.merge_count,
-            merge,
-            streams.positions,
-            streams.starts,
-        )
-        for start, part in zip(starts, parts, strict=True):
-            flat[start : start + part.size] = part.ravel()
+        pack(host, self.capacity, staged.numpy())
         self.buffer.copy_(staged, non_blocking=True)
         self.host = host
         self._growth = None
@@ -169,19 +164,52 @@ class DeviceTables:
         return True
 
 
-def _section_sizes(capacity: Capacity, record: int) -> list[int]:
-    """Sections start at multiples of 64 entries, but the last part of each may be unused."""
+def section_starts(capacity: Capacity, record: int) -> list[int]:
+    """Where each section begins, and where the last one ends; `record`: entries of a record.
+
+    Sections start at multiples of 64 entries, but the last part of each may be unused. Words and
+    masks are the last ones: of these a plan may fill a small part only.
+    """
     sizes = (
         capacity.rows,
         capacity.records * record,
-        capacity.pages,
-        capacity.pages,
         capacity.rows,
         capacity.rows * capacity.columns,
         capacity.pages if capacity.windowed else 0,
         capacity.rows if capacity.windowed else 0,
+        capacity.pages,
+        capacity.pages,
     )
-    return [-(-size // 64) * 64 for size in sizes]
+    starts: list[int] = np.cumsum([0, *(-(-size // 64) * 64 for size in sizes)]).tolist()
+    return starts
+
+
+def table_size(capacity: Capacity, record: int) -> int:
+    return section_starts(capacity, record)[-1]
+
+
+def pack(
+    host: HostTables,
+    capacity: Capacity,  # which holds it
+    flat: Int32,  # [table_size], written
+) -> None:
+    pieces, streams = host.pieces, host.streams
+    rows, record, merge_count, merge, positions, starts, words, masks = (
+        flat[a:b] for a, b in pairwise(section_starts(capacity, host.records.shape[1]))
+    )
+    wide = merge[: capacity.rows * capacity.columns].reshape(capacity.rows, capacity.columns)
+    wide[:, : pieces.merge.shape[1]] = pieces.merge
+    wide[:, pieces.merge.shape[1] :] = -1
+    for section, part in (
+        (rows, streams.rows),
+        (record, host.records.ravel()),
+        (merge_count, pieces.merge_count),
+        (positions, streams.positions),
+        (starts, streams.starts),
+        (words, streams.words),
+        (masks, streams.masks),
+    ):
+        section[: len(part)] = part
 
 
 def _same_pages(old: AttentionLayout, new: AttentionLayout) -> bool:

@@ -208,6 +208,7 @@ def merge_kernel(
     DIM_PAD: tl.constexpr,
     OWN_HEADS: tl.constexpr,
     BLOCK: tl.constexpr,
+    ROOMY: tl.constexpr,
 ) -> None:
     """One warp a program, for one head or all of a KV head. Only row vectors and scalars, so that
     nothing is exchanged between threads; a block's loads are all issued before its first use."""
@@ -226,7 +227,10 @@ def merge_kernel(
         peaks = peaks + (tl.full([], NO_SCORE, tl.float32),)
         totals = totals + (tl.full([], 0.0, tl.float32),)
         accs = accs + (tl.zeros([DIM_PAD], tl.float32),)
-    for start in range(0, columns, BLOCK):
+    last = columns
+    if ROOMY:  # otherwise nothing waits for the count
+        last = count
+    for start in range(0, last, BLOCK):
         logs = ()
         parts = ()
         for place in tl.static_range(BLOCK):

@@ -43,8 +43,19 @@ class Gathered(NamedTuple):
     failed: Tensor  # [rows] bool: a logit is NaN or +inf
 
 
+class Likeliest(NamedTuple):
+    """The most likely token of each row."""
+
+    tokens: Tensor  # [rows] int64, the lowest on a tie
+    logprobs: Tensor  # [rows] float32; not finite where a logit is NaN or +inf
+
+
 class LmHead(Protocol):
     def logits(self, hidden: Tensor) -> Tensor: ...  # [n, hidden] to float32 [n, vocab]
+
+    def likeliest(self, hidden: Tensor) -> Likeliest:
+        """Of hidden states [rows, hidden]; nothing here depends on the host, or waits for it."""
+        ...
 
     def gather(
         self,

@@ -8,10 +8,12 @@ from torch import Tensor
 
 from stemserve.kernels.fused.heads import Heads
 from stemserve.worker.models.chunked_gather import ChunkedGather, rows_at_once
-from stemserve.worker.models.layer_ops import Gathered, PageWrites
+from stemserve.worker.models.layer_ops import Gathered, Likeliest, PageWrites
 from stemserve.worker.models.linear import fastest_linear
 from stemserve.worker.models.model_config import ModelConfig
 from stemserve.worker.models.rope import RotaryEmbedding, Rotation, rotate
+
+NOBODY = np.empty(0, np.int64)  # rows or tokens
 
 
 class TorchOps:
@@ -46,6 +48,11 @@ class TorchLmHead:
 
     def logits(self, hidden: Tensor) -> Tensor:
         return self._linear(hidden).float()
+
+    def likeliest(self, hidden: Tensor) -> Likeliest:
+        # Without ids nothing is read on the host.
+        of_rows = self._gather(hidden, NOBODY, NOBODY)
+        return Likeliest(of_rows.argmax, of_rows.likeliest)
 
     def gather(
         self, hidden: Tensor, rows: NDArray[np.integer], tokens: NDArray[np.integer]

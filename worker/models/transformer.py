@@ -8,7 +8,13 @@ from torch import Tensor
 
 from stemserve.kernels.fused.heads import Heads
 from stemserve.worker.models.errors import ModelError
-from stemserve.worker.models.layer_ops import Gathered, LayerOps, PageWrites, SplitHeads
+from stemserve.worker.models.layer_ops import (
+    Gathered,
+    LayerOps,
+    Likeliest,
+    PageWrites,
+    SplitHeads,
+)
 from stemserve.worker.models.layers import Attend, DecoderLayer
 from stemserve.worker.models.linear import DenseLinear
 from stemserve.worker.models.model_config import ModelConfig
@@ -109,6 +115,15 @@ class Transformer:
             raise ModelError(f"{self.config.architecture} has no language-model head")
         with torch.inference_mode():
             return self._lm_head.logits(hidden)
+
+    def likeliest(
+        self,
+        hidden: Tensor,  # [n, hidden]
+    ) -> Likeliest:
+        if self._lm_head is None:
+            raise ModelError(f"{self.config.architecture} has no language-model head")
+        with torch.inference_mode():
+            return self._lm_head.likeliest(hidden)
 
     def gather(
         self,

@@ -11,7 +11,7 @@ from stemserve.kernels.fused.fused_logits import FEW_ROWS, chosen_logprobs, has_
 from stemserve.kernels.fused.fused_norm import add_rms_norm, rms_norm
 from stemserve.kernels.fused.heads import Heads
 from stemserve.kernels.host_array import index_tensor
-from stemserve.worker.models.layer_ops import Gathered, LmHead, PageWrites
+from stemserve.worker.models.layer_ops import Gathered, Likeliest, LmHead, PageWrites
 from stemserve.worker.models.model_config import ModelConfig
 from stemserve.worker.models.rope import RotaryEmbedding
 from stemserve.worker.models.torch_ops import TorchLmHead
@@ -78,6 +78,7 @@ class FusedLmHead:
 
     def __init__(self, weight: Tensor) -> None:
         self._weight = weight  # [vocab, hidden]
+        self._nothing = torch.empty(0, dtype=torch.int64, device=weight.device)
         # Compiled now, for few and for many rows, and not in the middle of a call.
         for rows in (1, FEW_ROWS.rows + 1):
             hidden = weight.new_zeros((rows, weight.shape[1]))
@@ -85,6 +86,11 @@ class FusedLmHead:
 
     def logits(self, hidden: Tensor) -> Tensor:
         return torch.mm(hidden, self._weight.T, out_dtype=torch.float32)
+
+    def likeliest(self, hidden: Tensor) -> Likeliest:
+        nothing = self._nothing
+        chosen = chosen_logprobs(hidden, self._weight, nothing, nothing)
+        return Likeliest(chosen.argmax, chosen.likeliest)
 
     def gather(
         self,

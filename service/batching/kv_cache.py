@@ -180,10 +180,11 @@ class KvCache:
 
     def _insert(self, nodes: list[PageNode], key: bytes, realm: Realm, pages: Int32) -> None:
         size = self.page_size * TOKEN_BYTES
-        for page in pages.tolist():
-            parent = self.tree.parent(nodes, realm)
-            start = len(nodes) * size
-            nodes.append(self.tree.insert(parent, key[start : start + size], page))
+        in_trunk = max(0, realm.trunk.tokens // self.page_size - len(nodes))
+        for run in (pages[:in_trunk].tolist(), pages[in_trunk:].tolist()):
+            if run:
+                parent, start = self.tree.parent(nodes, realm), len(nodes) * size
+                nodes += self.tree.insert_run(parent, key[start : start + len(run) * size], run)
 
     def _adopt_claimed(self, node: PageNode, key: bytes, known: PageNode | None) -> PageNode | None:
         """The page behind which the next one goes; None: there is none."""

@@ -7,6 +7,9 @@ import numpy as np
 from stemserve.service.request import Int32
 
 
+NEAR = 4  # times the pages asked for, from the lowest free one: there a run is looked for first
+
+
 class PageAllocator:
     """Hands out consecutive pages where it can: a run of them is one view of the pool."""
 
@@ -56,10 +59,20 @@ class PageAllocator:
         return np.arange(after + 1, after + 1 + count, dtype=np.int32)
 
     def _lowest_run(self, count: int) -> Int32:
+        self._lowest += int(self._is_free[self._lowest :].argmax())
         if count == 1:
-            self._lowest += int(self._is_free[self._lowest :].argmax())
             return np.array([self._lowest], np.int32)
-        free = np.flatnonzero(self._is_free[self._lowest :]).astype(np.int32) + self._lowest
-        is_run = free[count - 1 :] - free[: len(free) - count + 1] == count - 1
-        first = int(is_run.argmax())
-        return free[first : first + count] if is_run[first] else free[:count]
+        run = self._run_before(self._lowest + NEAR * count, count)
+        if run is None:
+            run = self._run_before(self.num_pages, count)
+        return self._is_free.nonzero()[0][:count].astype(np.int32) if run is None else run
+
+    def _run_before(self, end: int, count: int) -> Int32 | None:
+        """The lowest run of free pages below `end`."""
+        free = self._is_free[self._lowest : end].nonzero()[0]
+        is_run = free[count - 1 :] - free[: max(0, len(free) - count + 1)] == count - 1
+        first = int(is_run.argmax()) if len(is_run) else 0
+        if not len(is_run) or not is_run[first]:
+            return None
+        start = int(free[first]) + self._lowest
+        return np.arange(start, start + count, dtype=np.int32)

@@ -6,14 +6,16 @@ Behind the last full page of a shared trunk the tree of the group goes on in a t
 import heapq
 from bisect import bisect_left
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import count
+from operator import attrgetter
 from typing import NamedTuple
 
 from stemserve.service.batching.page_allocator import PageAllocator
 from stemserve.service.request import Int32, Realm
 
 TOKEN_BYTES = 4
+_KEY = attrgetter("key")
 
 
 def token_key(tokens: Int32) -> bytes:
@@ -46,9 +48,9 @@ class PageNode:
     has_writer: bool = False  # a generation goes on in the slots behind the key's tokens
     attached: bool = True  # can be found in the tree
     used: int = 0  # tick of the last release
-    child_keys: list[bytes] = field(default_factory=list[bytes])  # sorted
-    children: list["PageNode"] = field(default_factory=list["PageNode"])
-    roots: dict[bytes, "PageNode"] = field(default_factory=dict[bytes, "PageNode"])  # behind it
+    # A large cache has many pages, which the garbage collector looks at: no empty containers.
+    children: list["PageNode"] | None = None  # sorted by key; None: none
+    roots: dict[bytes, "PageNode"] | None = None  # behind it
 
     @property
     def is_root(self) -> bool:
@@ -61,6 +63,9 @@ class PageNode:
     @property
     def size(self) -> int:
         return len(self.key) // TOKEN_BYTES
+
+    def below(self) -> list["PageNode"]:
+        return [*(self.children or ()), *(self.roots or {}).values()]
 
 
 class Match(NamedTuple):
@@ -79,6 +84,7 @@ class PrefixTree:
         self._roots: dict[bytes, PageNode] = {}
         self._evictable: list[tuple[int, int, PageNode]] = []  # heap; entries go stale
         self._serial = count()
+        self._lost_pages: list[int] = []  # that no node has any more; freed together
         self._tick = 0
         self.num_pages = 0
         self.num_unreferenced = 0
@@ -86,20 +92,23 @@ class PrefixTree:
     def match(self, key: bytes, realm: Realm) -> Match:
         """The longest part of the sequence that is in the tree, computed or about to be."""
         nodes: list[PageNode] = []
-        for start in range(0, len(key), self._page_bytes):
-            node = self.parent(nodes, realm)
-            rest = key[start : start + self._page_bytes]
+        size, trunk_pages = self._page_bytes, realm.trunk.tokens // self._page_size
+        node = self.parent(nodes, realm)
+        for start in range(0, len(key), size):
+            rest = key[start : start + size]
             child = self.child(node, rest)
-            if child is None or len(rest) < self._page_bytes:
+            if child is None or len(rest) < size:
                 return Match(nodes, *_closest(node, rest))
             nodes.append(child)
+            node = child if len(nodes) != trunk_pages else self.parent(nodes, realm)
         return Match(nodes, None, 0)
 
     def child(self, node: PageNode, key: bytes) -> PageNode | None:
-        at = bisect_left(node.child_keys, key)
-        if at < len(node.child_keys) and node.child_keys[at] == key:
-            return node.children[at]
-        return None
+        children = node.children
+        if not children:
+            return None
+        at = bisect_left(children, key, key=_KEY)
+        return children[at] if at < len(children) and children[at].key == key else None
 
     def parent(self, nodes: Sequence[PageNode], realm: Realm) -> PageNode:
         """What the next page of a sequence goes on behind, where it belongs."""
@@ -112,11 +121,25 @@ class PrefixTree:
     def insert(self, parent: PageNode, key: bytes, page: int) -> PageNode:
         """Add a page, held once by the caller."""
         if parent.is_root:
-            self._roots_behind(parent.parent)[parent.key] = parent
+            self._add_root(parent)
         node = PageNode(page=page, key=key, parent=parent, refs=1)
         _link(parent, node)
         self.num_pages += 1
         return node
+
+    def insert_run(self, parent: PageNode, key: bytes, pages: Sequence[int]) -> list[PageNode]:
+        """Add pages one behind the other, each held once by the caller; `key` is that of all."""
+        size = self._page_bytes
+        node = self.insert(parent, key[:size], pages[0])
+        added = [node]
+        for at, page in enumerate(pages[1:], start=1):
+            part = key[at * size : (at + 1) * size]
+            behind = PageNode(page=page, key=part, parent=node, refs=1)
+            node.children = [behind]
+            added.append(behind)
+            node = behind
+        self.num_pages += len(pages) - 1
+        return added
 
     def extend_key(self, node: PageNode, key: bytes) -> None:
         """The leaf's page has been filled further: `key` begins with its tokens."""
@@ -133,16 +156,19 @@ class PrefixTree:
     def release(self, nodes: Sequence[PageNode]) -> None:
         """Let go of a chain, its last page first. What has content stays cached."""
         self._tick += 1
+        tick = self._tick
         for node in reversed(nodes):
             node.refs -= 1
             if node.refs > 0:
                 continue
-            node.used = self._tick
+            node.used = tick
             if node.attached:
                 self.num_unreferenced += 1
-                self._settle(node)
+                if node.is_leaf:
+                    self._settle(node)
             else:
-                self._allocator.free([node.page])
+                self._lost_pages.append(node.page)
+        self._free_lost()
 
     def evict(self, pages: int) -> None:
         """Free that many pages, least recently used leaves first."""
@@ -151,6 +177,7 @@ class PrefixTree:
             if node.attached and node.refs == 0 and node.is_leaf and node.used == used:
                 self._remove(node)
                 pages -= 1
+        self._free_lost()
 
     def discard(self, node: PageNode) -> None:
         """Take a page and all behind it out of the tree; pages in use are freed when let go."""
@@ -160,15 +187,16 @@ class PrefixTree:
         below = [node]
         while below:
             lost = below.pop()
-            below += [*lost.children, *lost.roots.values()]
+            below += lost.below()
             lost.attached = False
             if lost.is_root:
                 continue
             self.num_pages -= 1
             if lost.refs == 0:
                 self.num_unreferenced -= 1
-                self._allocator.free([lost.page])
+                self._lost_pages.append(lost.page)
         self._settle(parent)
+        self._free_lost()
 
     def nodes(self) -> list[PageNode]:
         """All pages of the tree."""
@@ -176,30 +204,38 @@ class PrefixTree:
         below = list(self._roots.values())
         while below:
             node = below.pop()
-            below += [*node.children, *node.roots.values()]
+            below += node.below()
             if not node.is_root:
                 found.append(node)
         return found
 
     def _root(self, salt: bytes, behind: PageNode | None) -> PageNode:
         """It is in the tree while there are pages under it."""
-        known = self._roots_behind(behind).get(salt)
+        known = (self._roots if behind is None else behind.roots or {}).get(salt)
         if known is not None:
             return known
         attached = behind is None or behind.attached
         return PageNode(page=-1, key=salt, parent=behind, attached=attached)
 
-    def _roots_behind(self, node: PageNode | None) -> dict[bytes, PageNode]:
-        return self._roots if node is None else node.roots
+    def _add_root(self, root: PageNode) -> None:
+        behind = root.parent
+        if behind is None:
+            self._roots[root.key] = root
+        elif behind.roots is None:
+            behind.roots = {root.key: root}
+        else:
+            behind.roots[root.key] = root
 
     def _settle(self, node: PageNode) -> None:
         """A node may have become an unreferenced leaf."""
         if not node.is_leaf:
             return
         if node.is_root:
-            del self._roots_behind(node.parent)[node.key]
-            if node.parent is not None:
-                self._settle(node.parent)
+            behind = node.parent
+            roots = self._roots if behind is None else behind.roots or {}
+            del roots[node.key]
+            if behind is not None:
+                self._settle(behind)
         elif node.refs == 0 and node.planned == 0:
             self._remove(node)
         elif node.refs == 0:
@@ -212,8 +248,12 @@ class PrefixTree:
         node.attached = False
         self.num_pages -= 1
         self.num_unreferenced -= 1
-        self._allocator.free([node.page])
+        self._lost_pages.append(node.page)
         self._settle(parent)
+
+    def _free_lost(self) -> None:
+        pages, self._lost_pages = self._lost_pages, []
+        self._allocator.free(pages)
 
     def _rebuild_heap(self) -> None:
         leaves = [n for n in self.nodes() if n.refs == 0 and n.is_leaf]
@@ -223,27 +263,32 @@ class PrefixTree:
 
 def _closest(node: PageNode, rest: bytes) -> tuple[PageNode | None, int]:
     """The child that shares the most tokens with `rest`: in sorted order it is a neighbour."""
-    at = bisect_left(node.child_keys, rest)
+    children = node.children
+    if not children:
+        return None, 0
+    at = bisect_left(children, rest, key=_KEY)
     best: PageNode | None = None
     best_tokens = 0
     for index in (at, at - 1):
-        if 0 <= index < len(node.children):
-            shared = common_tokens(node.child_keys[index], rest)
+        if 0 <= index < len(children):
+            shared = common_tokens(children[index].key, rest)
             if shared > best_tokens:
-                best, best_tokens = node.children[index], shared
+                best, best_tokens = children[index], shared
     return best, best_tokens
 
 
 def _link(parent: PageNode, node: PageNode) -> None:
-    at = bisect_left(parent.child_keys, node.key)
-    parent.child_keys.insert(at, node.key)
-    parent.children.insert(at, node)
+    if parent.children is None:
+        parent.children = [node]
+        return
+    parent.children.insert(bisect_left(parent.children, node.key, key=_KEY), node)
 
 
 def _unlink(node: PageNode) -> PageNode:
     parent = node.parent
-    if parent is None:
+    if parent is None or parent.children is None:
         raise RuntimeError("the root of a salt holds no page")
-    at = bisect_left(parent.child_keys, node.key)
-    del parent.child_keys[at], parent.children[at]
+    del parent.children[bisect_left(parent.children, node.key, key=_KEY)]
+    if not parent.children:
+        parent.children = None
     return parent

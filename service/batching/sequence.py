@@ -46,12 +46,16 @@ class Chain:
 
     def planned_tokens(self) -> int:
         """Leading tokens that issued steps compute, whoever asked for them."""
-        for node in self.nodes[self._complete :]:
-            start = self._complete * self.page_size
-            if node.planned < min(self.page_size, self.length - start):
-                return start + node.planned
-            self._complete += 1
-        return self.length
+        length, size = len(self.tokens), self.page_size
+        if self._complete == len(self.nodes):
+            return length
+        for index in range(self._complete, len(self.nodes)):
+            planned = self.nodes[index].planned
+            if planned < size and planned < length - index * size:
+                self._complete = index
+                return index * size + planned
+        self._complete = len(self.nodes)
+        return length
 
     def recheck(self) -> None:
         """Pages of the chain may have lost what a failed step should have computed."""

@@ -106,8 +106,14 @@ class StepBuilder:
 
     def mark_chain(self, chain: Chain, start: int, stop: int) -> None:
         size = self.page_size
-        for index in range(start // size, (stop - 1) // size + 1):
-            self.mark(chain.nodes[index], min(size, stop - index * size))
+        last = (stop - 1) // size
+        filled = chain.nodes[start // size : last]
+        before = {node: node.planned for node in filled}
+        self._before = before | self._before
+        self._share.written = before | self._share.written
+        for node in filled:
+            node.planned = size
+        self.mark(chain.nodes[last], stop - last * size)
 
     def prefill(self, chain: Chain, kernel: int, *, reads_last: bool) -> Chunk:
         """Compute what no issued step computes of the chain, as far as there is room."""

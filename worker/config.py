@@ -13,6 +13,7 @@ from stemserve.worker.tls import TlsFiles
 
 PAGE_SIZE = 16
 SAMPLER_SLOTS = 1024
+GPU_MEMORY_UTILIZATION = 0.9
 MAX_STEP_TOKENS = 32_768
 GPU_BURST_STEPS = 8
 LOG_LEVELS = ("debug", "info", "warning", "error")
@@ -49,6 +50,7 @@ class WorkerConfig:
     device: Device
     kv_pages: int | None
     kv_memory_bytes: int | None
+    gpu_memory_utilization: float
     page_size: int
     threads: int | None
     max_step_tokens: int
@@ -170,7 +172,14 @@ def _add_cache(parser: argparse.ArgumentParser) -> None:
         "--kv-memory-bytes",
         type=positive,
         metavar="N",
-        help="bytes of the KV cache (default: a share of the free memory)",
+        help="bytes of the KV cache (default: what a GPU has left; on a CPU a share of the memory)",
+    )
+    group.add_argument(
+        "--gpu-memory-utilization",
+        type=fraction,
+        default=GPU_MEMORY_UTILIZATION,
+        metavar="PART",
+        help="of a GPU's memory, for weights, steps and KV cache together (default: %(default)s)",
     )
     group.add_argument(
         "--page-size",
@@ -238,4 +247,12 @@ def positive(text: str) -> int:
     return value
 
 
+def fraction(text: str) -> float:
+    value = float(text)
+    if not 0 < value <= 1:
+        raise ValueError(text)
+    return value
+
+
+fraction.__name__ = "number above 0 and at most 1"
 positive.__name__ = "positive number"  # argparse names the type in its message

@@ -44,8 +44,12 @@ class KvShape:
 
 
 class KvPool:
-    def __init__(self, shape: KvShape, device: torch.device) -> None:
-        size = (shape.layers, shape.pages, shape.page_size, shape.kv_heads, shape.head_dim)
+    def __init__(
+        self, shape: KvShape, device: torch.device, *, stored_layers: int | None = None
+    ) -> None:
+        """`stored_layers`: fewer than the model has, which share them; for a trial."""
+        layers = shape.layers if stored_layers is None else stored_layers
+        size = (layers, shape.pages, shape.page_size, shape.kv_heads, shape.head_dim)
         # Zeroed: whatever a kernel reads beyond a node's last token is finite.
         self._k = _zeros(size, shape.dtype, device)
         self._v = _zeros(size, shape.dtype, device)
@@ -55,10 +59,10 @@ class KvPool:
         self.device = device
 
     def k_pages(self, layer: int) -> Tensor:  # [pages, page_size, kv_heads, head_dim]
-        return self._k[layer]
+        return self._k[layer % len(self._k)]
 
     def v_pages(self, layer: int) -> Tensor:  # [pages, page_size, kv_heads, head_dim]
-        return self._v[layer]
+        return self._v[layer % len(self._v)]
 
     def write(
         self,
@@ -67,8 +71,8 @@ class KvPool:
         k: Tensor,  # [rows, kv_heads, head_dim]
         v: Tensor,  # [rows, kv_heads, head_dim]
     ) -> None:
-        self._k_slots[layer].index_copy_(0, slots, k)
-        self._v_slots[layer].index_copy_(0, slots, v)
+        self._k_slots[layer % len(self._k)].index_copy_(0, slots, k)
+        self._v_slots[layer % len(self._v)].index_copy_(0, slots, v)
 
     def copy(self, copies: Int32) -> None:  # [copies, 3] source page, destination page, tokens
         """Copy the first tokens of pages, in all layers. No page is both source and destination."""

@@ -1,13 +1,14 @@
 """How much memory a device has left, and how much of it the KV cache takes."""
 
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
 from stemserve.worker.config import ConfigError
 
+MIB = 1 << 20
 GIB = 1 << 30
-GPU_KV_SHARE = 0.85  # of what the weights leave
 CPU_KV_SHARE = 0.25
 CPU_KV_BYTES = 4 << 30  # at most, where nobody asks for more
 MEMINFO = Path("/proc/meminfo")
@@ -19,30 +20,78 @@ CGROUPS = (
         Path("/sys/fs/cgroup/memory/memory.usage_in_bytes"),
     ),
 )
+# Only torch's allocator of a GPU has an error of its own: what those of a CPU, of cuBLAS and of
+# the CUDA driver say.
+SHORTAGES = ("allocate memory", "out of memory", "ALLOC_FAILED")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KvRoom:
+    """Bytes that a KV cache may have."""
+
+    default: int  # where nobody asks for a size
+    most: int
+    advice: str  # what to change where they do not suffice
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GpuMemory:
+    """Bytes of a GPU and who has them, before the KV cache is made."""
+
+    total: int
+    others: int  # libraries, their kernels, other processes
+    weights: int  # and tables of the model
+    activations: int  # the most that a step takes beside
+    graphs: int  # kept free for CUDA graphs
+
+    def kv_room(self, utilization: float, advice: str) -> KvRoom:
+        taken = self.others + self.weights + self.activations + self.graphs
+        left = max(0, int(self.total * utilization) - taken)
+        return KvRoom(default=left, most=left, advice=f"{advice} ({self})")
+
+    def __str__(self) -> str:
+        parts = ("weights", "activations", "graphs", "others", "total")
+        sizes = (self.weights, self.activations, self.graphs, self.others, self.total)
+        return ", ".join(
+            f"{name} {size / GIB:.2f} GiB" for name, size in zip(parts, sizes, strict=True)
+        )
+
+
+def cpu_kv_room() -> KvRoom:
+    free = free_bytes(torch.device("cpu"))
+    return KvRoom(
+        default=min(int(free * CPU_KV_SHARE), CPU_KV_BYTES),
+        most=free,
+        advice="pass a smaller --kv-pages or --kv-memory-bytes",
+    )
 
 
 def kv_pages(
     pages: int | None,  # asked for
-    total_bytes: int | None,  # or so many bytes; neither: a share of what is free
+    total_bytes: int | None,  # or so many bytes; neither: what the room says
     page_bytes: int,
-    device: torch.device,
+    room: KvRoom,
 ) -> int:
     """Raises ConfigError if they do not fit."""
-    free = free_bytes(device)
-    if pages is None and total_bytes is None:
-        total_bytes = int(free * GPU_KV_SHARE)
-        if device.type == "cpu":
-            total_bytes = min(int(free * CPU_KV_SHARE), CPU_KV_BYTES)
     if pages is None:
-        pages = (total_bytes or 0) // page_bytes
+        pages = (room.default if total_bytes is None else total_bytes) // page_bytes
     if pages < 1:
-        raise ConfigError(f"the KV cache has no room for one page of {page_bytes} bytes")
-    if pages * page_bytes > free:
         raise ConfigError(
-            f"not enough memory: {pages} KV pages need {pages * page_bytes / GIB:.1f} GiB and "
-            f"{free / GIB:.1f} GiB are free; pass a smaller --kv-pages or --kv-memory-bytes"
+            f"the KV cache has no room for one page of {page_bytes} bytes; {room.advice}"
+        )
+    if pages * page_bytes > room.most:
+        raise ConfigError(
+            f"not enough memory: {pages} KV pages need {pages * page_bytes / GIB:.2f} GiB and "
+            f"{room.most / GIB:.2f} GiB are free; {room.advice}"
         )
     return pages
+
+
+def is_shortage(error: BaseException) -> bool:
+    """Whether an error says that there was no memory."""
+    if isinstance(error, torch.OutOfMemoryError | MemoryError):
+        return True
+    return isinstance(error, RuntimeError) and any(text in str(error) for text in SHORTAGES)
 
 
 def free_bytes(device: torch.device) -> int:

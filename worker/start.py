@@ -3,6 +3,7 @@
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import assert_never
 
@@ -10,14 +11,15 @@ import torch
 
 from stemserve.kernels.pricing.cost_model import CostTable
 from stemserve.kernels.pricing.cost_table_file import tables_json
-from stemserve.kernels.registry import strategy_set
+from stemserve.kernels.registry import StrategySet, strategy_set
 from stemserve.proto.v1 import worker_pb2
 from stemserve.worker.config import GPU_BURST_STEPS, ConfigError, Device, Dtype, WorkerConfig
 from stemserve.worker.costs import device_costs
 from stemserve.worker.dispatch import Dispatcher
 from stemserve.worker.forward import Forward
 from stemserve.worker.kv_pool import KvPool, KvShape
-from stemserve.worker.memory import kv_pages
+from stemserve.worker.memory import MIB, cpu_kv_room, is_shortage, kv_pages
+from stemserve.worker.memory_trial import MakeRunner, measure_memory
 from stemserve.worker.models.loader import load_model
 from stemserve.worker.models.transformer import Transformer
 from stemserve.worker.models.weights import Progress
@@ -30,6 +32,12 @@ from stemserve.worker.warm_up import warm_up
 log = logging.getLogger(__name__)
 
 STEPS_IN_FLIGHT = 2
+# Kept free on a GPU for decode graphs, which are captured once the KV cache is there.
+GRAPH_BYTES = 1 << 30
+GPU_ADVICE = (
+    "pass a larger --gpu-memory-utilization, or a smaller --kv-pages, --kv-memory-bytes, "
+    "--max-step-tokens or --sampler-slots"
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,25 +57,33 @@ def make_parts(config: WorkerConfig, progress: Progress, check: Callable[[], Non
     heads = model.config.heads
     costs = device_costs(config.cost_table, heads, model.dtype, device, _checking(check))
     available = strategy_set(heads, device=device, dtype=model.dtype, costs=costs)
-    pool = _make_pool(config, model)
-    limits = _limits(config, model, pool.shape)
-    sampler = Sampler(limits.sampler_slots, device)
-    runner = ModelRunner(
-        Forward(model, pool, sampler, limits.max_step_tokens),
-        pool,
-        Dispatcher(
-            available.strategies,
-            costs,
-            forced=config.kernel,
-            lacking=available.lacking,
-            replayed=(),  # the layers of a step are launched one by one
-        ),
-        sampler,
-        Scorer(model, sampler, vocab_size=limits.vocab_size, device=device),
-        limits,
-    )
+    make_runner = partial(_make_runner, config, model, available, costs)
+    shape = _kv_shape(config, model, make_runner)
+    limits = _limits(config, model, shape)
+    runner = make_runner(_make_pool(shape, device), limits)
     warm_up(runner, limits)
-    return Parts(runner=runner, facts=_facts(config, model, pool.shape, costs))
+    return Parts(runner=runner, facts=_facts(config, model, shape, costs))
+
+
+def _make_runner(
+    config: WorkerConfig,
+    model: Transformer,
+    available: StrategySet,
+    costs: CostTable,
+    pool: KvPool,
+    limits: StepLimits,
+) -> ModelRunner:
+    sampler = Sampler(limits.sampler_slots, model.device)
+    dispatcher = Dispatcher(
+        available.strategies,
+        costs,
+        forced=config.kernel,
+        lacking=available.lacking,
+        replayed=(),  # the layers of a step are launched one by one
+    )
+    scorer = Scorer(model, sampler, vocab_size=limits.vocab_size, device=model.device)
+    forward = Forward(model, pool, sampler, limits.max_step_tokens)
+    return ModelRunner(forward, pool, dispatcher, sampler, scorer, limits)
 
 
 def _load(config: WorkerConfig, device: torch.device, progress: Progress) -> Transformer:
@@ -79,9 +95,8 @@ def _load(config: WorkerConfig, device: torch.device, progress: Progress) -> Tra
             device=device,
             progress=progress,
         )
-    except RuntimeError as error:
-        # Torch has a type of its own for a GPU only.
-        if isinstance(error, torch.OutOfMemoryError) or "allocate memory" in str(error):
+    except Exception as error:
+        if is_shortage(error):
             raise ConfigError(f"not enough memory for the weights of {config.model}") from error
         raise
 
@@ -123,7 +138,7 @@ def pick_dtype(choice: Dtype, device: torch.device) -> torch.dtype | None:
             assert_never(choice)
 
 
-def _make_pool(config: WorkerConfig, model: Transformer) -> KvPool:
+def _kv_shape(config: WorkerConfig, model: Transformer, make_runner: MakeRunner) -> KvShape:
     one_page = KvShape(
         layers=model.config.num_layers,
         pages=1,
@@ -132,16 +147,33 @@ def _make_pool(config: WorkerConfig, model: Transformer) -> KvPool:
         head_dim=model.config.head_dim,
         dtype=model.dtype,
     )
-    shape = one_page.with_pages(
-        kv_pages(config.kv_pages, config.kv_memory_bytes, one_page.total_bytes, model.device)
-    )
+    if model.device.type == "cpu":
+        room = cpu_kv_room()
+    else:
+        limits = _limits(config, model, one_page)
+        memory = measure_memory(make_runner, limits, one_page, model.device, GRAPH_BYTES)
+        log.info("memory: %s", memory)
+        room = memory.kv_room(config.gpu_memory_utilization, GPU_ADVICE)
+    pages = kv_pages(config.kv_pages, config.kv_memory_bytes, one_page.total_bytes, room)
+    return one_page.with_pages(pages)
+
+
+def _make_pool(shape: KvShape, device: torch.device) -> KvPool:
     log.info(
         "KV cache: %d pages of %d tokens, %.0f MiB",
         shape.pages,
         shape.page_size,
-        shape.total_bytes / 2**20,
+        shape.total_bytes / MIB,
     )
-    return KvPool(shape, model.device)
+    try:
+        return KvPool(shape, device)
+    except Exception as error:
+        if is_shortage(error):
+            raise ConfigError(
+                f"not enough memory for {shape.pages} KV pages of {shape.total_bytes} bytes: pass "
+                "a smaller --kv-pages, --kv-memory-bytes or --gpu-memory-utilization"
+            ) from error
+        raise
 
 
 def _limits(config: WorkerConfig, model: Transformer, kv: KvShape) -> StepLimits:

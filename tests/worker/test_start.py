@@ -17,7 +17,6 @@ from stemserve.kernels.strategy import Kernel
 from stemserve.worker.blobs import decode_float32
 from stemserve.worker.config import ConfigError, WorkerConfig, parse_config
 from stemserve.worker.costs import device_costs
-from stemserve.worker.memory import GIB, free_bytes, kv_pages
 from stemserve.worker.models.loader import LoadFormat
 from stemserve.worker.start import Parts, make_parts
 
@@ -67,6 +66,8 @@ def test_a_kernel_is_forced_by_its_name(folder: Path, kernel: Kernel) -> None:
         ["--kv-pages", "5", "--kv-memory-bytes", "5"],
         ["--page-size", "x"],
         ["--dtype", "int8"],
+        ["--gpu-memory-utilization", "0"],
+        ["--gpu-memory-utilization", "1.1"],
         ["--no-such-flag"],
     ],
 )
@@ -77,23 +78,6 @@ def test_bad_flags_end_with_code_2(
         config(folder, *flags)
     assert ended.value.code == 2
     assert flags[0] in capsys.readouterr().err
-
-
-def test_a_kv_cache_of_given_bytes_has_as_many_pages_as_fit() -> None:
-    assert kv_pages(None, 1000, 300, CPU) == 3
-    assert kv_pages(7, None, 300, CPU) == 7
-
-
-def test_a_kv_cache_that_does_not_fit_is_refused() -> None:
-    with pytest.raises(ConfigError, match="not enough memory: 1000000 KV pages"):
-        kv_pages(10**6, None, GIB, CPU)
-    with pytest.raises(ConfigError, match="no room for one page"):
-        kv_pages(None, 299, 300, CPU)
-
-
-def test_by_default_the_kv_cache_takes_a_share_of_the_free_memory() -> None:
-    page = 1 << 20
-    assert 0 < kv_pages(None, None, page, CPU) * page <= free_bytes(CPU) // 3
 
 
 def test_a_given_cost_table_is_scaled_to_the_models_heads(costs_file: Path, folder: Path) -> None:

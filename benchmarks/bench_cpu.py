@@ -28,8 +28,8 @@ from peer_transformers import TransformersPeer
 from rich.console import Console
 from rich.progress import Progress
 from served import Served
-from server_process import ServerFailed, serving
 
+from stemserve.service.bench.server_process import ServerFailed, serving
 from stemserve.service.default_model import fetch_default
 
 HERE = Path(__file__).parent

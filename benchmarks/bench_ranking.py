@@ -26,10 +26,10 @@ from ranking_metrics import auc, bm25, ndcg
 from rich.console import Console
 from rich.progress import Progress
 from served import Served
-from server_process import ServerFailed, serving
 from tokenizers import Tokenizer
 from vllm_process import VllmFailed, VllmPeer
 
+from stemserve.service.bench.server_process import ServerFailed, serving
 from stemserve.service.default_model import fetch_default
 
 CACHE = Path(__file__).parent.parent / ".cache"

@@ -18,8 +18,8 @@ from ranking_metrics import auc, ndcg
 from rich.console import Console
 from rich.progress import track
 from served import Served
-from server_process import serving
 
+from stemserve.service.bench.server_process import serving
 from stemserve.service.default_model import fetch_default
 
 CACHE = Path(__file__).parent.parent / ".cache"

@@ -14,8 +14,9 @@ from typing import Any
 import numpy as np
 from rich.progress import Progress
 from served import Served
-from server_process import environment, serving, stop
 from workloads import random_tokens
+
+from stemserve.service.bench.server_process import environment, serving, stop
 
 FAKE_WORKER = Path(__file__).parent.parent / "tests" / "fake_worker.py"
 LOAD = Path(__file__).with_name("frontend_load.py")

@@ -8,9 +8,8 @@ import subprocess
 import sys
 from collections.abc import Awaitable, Callable, Mapping
 
-from server_process import RunningServer, environment
-
 from stemserve.proto.v1 import inference_pb2
+from stemserve.service.bench.server_process import RunningServer, environment
 from stemserve.service.client import Client
 from stemserve.service.client_errors import ClientError
 

@@ -20,8 +20,8 @@ import grpc
 from fault_kinds import FAULTS, OF_WORKERS, Fault
 from known_answers import KnownAnswers
 from rich.progress import Progress
-from server_process import RunningServer, running_server
 
+from stemserve.service.bench.server_process import RunningServer, running_server
 from stemserve.service.client import Client
 from stemserve.service.client_errors import ClientError
 

@@ -18,9 +18,9 @@ from typing import Any
 import grpc
 from fuzz_inputs import Method, methods, mutated, random_message
 from rich.progress import Progress
-from server_process import RunningServer, running_server
 
 from stemserve.proto.v1 import inference_pb2, prefixes_pb2
+from stemserve.service.bench.server_process import RunningServer, running_server
 from stemserve.service.client import Client
 from stemserve.service.client_errors import ClientError
 

@@ -26,9 +26,9 @@ from typing import Any
 import grpc
 import numpy as np
 from rich.progress import Progress
-from server_process import RunningServer, running_server
 
 from stemserve.proto.v1 import inference_pb2
+from stemserve.service.bench.server_process import RunningServer, running_server
 from stemserve.service.client import Client
 from stemserve.service.client_errors import ClientError
 

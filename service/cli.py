@@ -3,6 +3,7 @@
 import typer
 
 from stemserve.service.commands import prefixes as cli_prefixes
+from stemserve.service.commands.bench import bench
 from stemserve.service.commands.calibrate import calibrate
 from stemserve.service.commands.call import access_options
 from stemserve.service.commands.explain import explain
@@ -31,6 +32,7 @@ app.command(short_help="Continue a prompt, with one or several samples.")(genera
 app.add_typer(cli_prefixes.app, name="prefixes", short_help="Register, show, renew, release.")
 app.command(short_help="Show the prefix forest of a request and its costs.")(explain)
 app.command(short_help="Measure what attention costs on this machine.")(calibrate)
+app.command(short_help="Measure a server, or the rows of the baselines.")(bench)
 app.command(short_help="Make a key for a caller.")(make_key)
 
 

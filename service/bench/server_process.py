@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from urllib.request import urlopen
 
-STEMSERVE = Path(sys.executable).with_name("stemserve")
+STEMSERVE = (sys.executable, "-c", "from stemserve.service.cli import main; main()")
 STOP_S = 30.0
 
 
@@ -61,7 +61,7 @@ def running_server(
     ports = ["--port", "0", "--health-port", "0", "--metrics-port", "0"]
     with log.open("w") as errors:
         process = subprocess.Popen(
-            [str(STEMSERVE), "serve", *ports, *options],
+            [*STEMSERVE, "serve", *ports, *options],
             stdout=subprocess.PIPE,
             stderr=errors,
             text=True,
@@ -103,6 +103,8 @@ def _resident_bytes(pid: int) -> int:
 
 
 def environment() -> dict[str, str]:
-    """Ours, without this folder on the import path; nor may the working folder get onto it."""
-    inherited = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    return {**inherited, "PYTHONSAFEPATH": "1"}
+    """Ours; the working folder may not get onto the import path."""
+    environment = {**os.environ, "PYTHONSAFEPATH": "1"}
+    if path := [entry for entry in environment.pop("PYTHONPATH", "").split(os.pathsep) if entry]:
+        environment["PYTHONPATH"] = os.pathsep.join(path)
+    return environment

@@ -78,6 +78,7 @@ class DescribeResponse(google.protobuf.message.Message):
     KV_BYTES_PER_TOKEN_FIELD_NUMBER: builtins.int
     COST_TABLE_JSON_FIELD_NUMBER: builtins.int
     MAX_BURST_STEPS_FIELD_NUMBER: builtins.int
+    KV_DTYPE_FIELD_NUMBER: builtins.int
     model: builtins.str
     architecture: builtins.str
     dtype: builtins.str
@@ -100,6 +101,8 @@ class DescribeResponse(google.protobuf.message.Message):
     """kernels/costs format"""
     max_burst_steps: builtins.int
     """largest StepPlan.repeat; 0 is 1"""
+    kv_dtype: builtins.str
+    """of the numbers in the pages"""
     @property
     def class_labels(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]: ...
     def __init__(
@@ -124,8 +127,9 @@ class DescribeResponse(google.protobuf.message.Message):
         kv_bytes_per_token: builtins.int = ...,
         cost_table_json: builtins.str = ...,
         max_burst_steps: builtins.int = ...,
+        kv_dtype: builtins.str = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["architecture", b"architecture", "class_labels", b"class_labels", "context_tokens", b"context_tokens", "cost_table_json", b"cost_table_json", "device", b"device", "dtype", b"dtype", "has_lm_head", b"has_lm_head", "head_dim", b"head_dim", "kv_bytes_per_token", b"kv_bytes_per_token", "kv_heads", b"kv_heads", "kv_pages", b"kv_pages", "layers", b"layers", "max_burst_steps", b"max_burst_steps", "model", b"model", "page_size", b"page_size", "query_heads", b"query_heads", "sampler_slots", b"sampler_slots", "steps_in_flight", b"steps_in_flight", "vocab_size", b"vocab_size"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["architecture", b"architecture", "class_labels", b"class_labels", "context_tokens", b"context_tokens", "cost_table_json", b"cost_table_json", "device", b"device", "dtype", b"dtype", "has_lm_head", b"has_lm_head", "head_dim", b"head_dim", "kv_bytes_per_token", b"kv_bytes_per_token", "kv_dtype", b"kv_dtype", "kv_heads", b"kv_heads", "kv_pages", b"kv_pages", "layers", b"layers", "max_burst_steps", b"max_burst_steps", "model", b"model", "page_size", b"page_size", "query_heads", b"query_heads", "sampler_slots", b"sampler_slots", "steps_in_flight", b"steps_in_flight", "vocab_size", b"vocab_size"]) -> None: ...
 
 Global___DescribeResponse: typing_extensions.TypeAlias = DescribeResponse
 
@@ -362,6 +366,8 @@ class StepResult(google.protobuf.message.Message):
     GROUPS_FIELD_NUMBER: builtins.int
     STEP_SECONDS_FIELD_NUMBER: builtins.int
     ERROR_FIELD_NUMBER: builtins.int
+    STARVED_ROWS_FIELD_NUMBER: builtins.int
+    MEMORY_SHORTAGES_FIELD_NUMBER: builtins.int
     step_id: builtins.int
     sampled_tokens: builtins.bytes
     """[repeat, samples]"""
@@ -383,6 +389,12 @@ class StepResult(google.protobuf.message.Message):
     step_seconds: builtins.float
     error: builtins.str
     """the whole step failed; nothing above is set"""
+    starved_rows: builtins.bytes
+    """Rows for which there was no memory, each segment of them run alone; what is read of them is void, and
+    so are their pages.
+    """
+    memory_shortages: builtins.int
+    """How often memory ran out; the step was then run in parts. A smaller step would have been faster."""
     @property
     def groups(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___GroupReport]: ...
     def __init__(
@@ -401,8 +413,10 @@ class StepResult(google.protobuf.message.Message):
         groups: collections.abc.Iterable[Global___GroupReport] | None = ...,
         step_seconds: builtins.float = ...,
         error: builtins.str = ...,
+        starved_rows: builtins.bytes = ...,
+        memory_shortages: builtins.int = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["class_scores", b"class_scores", "error", b"error", "failed_rows", b"failed_rows", "gather_argmax", b"gather_argmax", "gather_logprobs", b"gather_logprobs", "groups", b"groups", "sampled_logprobs", b"sampled_logprobs", "sampled_tokens", b"sampled_tokens", "step_id", b"step_id", "step_seconds", b"step_seconds", "top_ids", b"top_ids", "top_indptr", b"top_indptr", "top_logprobs", b"top_logprobs"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["class_scores", b"class_scores", "error", b"error", "failed_rows", b"failed_rows", "gather_argmax", b"gather_argmax", "gather_logprobs", b"gather_logprobs", "groups", b"groups", "memory_shortages", b"memory_shortages", "sampled_logprobs", b"sampled_logprobs", "sampled_tokens", b"sampled_tokens", "starved_rows", b"starved_rows", "step_id", b"step_id", "step_seconds", b"step_seconds", "top_ids", b"top_ids", "top_indptr", b"top_indptr", "top_logprobs", b"top_logprobs"]) -> None: ...
 
 Global___StepResult: typing_extensions.TypeAlias = StepResult
 

@@ -21,7 +21,7 @@ class PackedTokens:
 
     @property
     def lengths(self) -> Int32:
-        return np.diff(self.indptr)
+        return self.indptr[1:] - self.indptr[:-1]
 
     def take(self, rows: Int32) -> "PackedTokens":
         """The sequences `rows`, in that order; a row may come several times."""
@@ -38,14 +38,14 @@ class PackedTokens:
 
 def offsets(lengths: Int32) -> Int32:  # [sequences + 1]
     indptr = np.zeros(len(lengths) + 1, dtype=np.int32)
-    np.cumsum(lengths, out=indptr[1:])
+    lengths.cumsum(out=indptr[1:])
     return indptr
 
 
 def slice_indices(starts: Int32, lengths: Int32) -> Int32:
     """starts[0], starts[0] + 1, ... (lengths[0] values), then the same for the next slice."""
-    shifts = starts - offsets(lengths)[:-1]
-    return np.repeat(shifts, lengths) + np.arange(lengths.sum(), dtype=np.int32)
+    indptr = offsets(lengths)
+    return (starts - indptr[:-1]).repeat(lengths) + np.arange(indptr[-1], dtype=np.int32)
 
 
 def pack(sequences: Sequence[Int32]) -> PackedTokens:

@@ -27,20 +27,8 @@ class LabelScoring:
     def plan(cls, call: ScoreCall, rows: ScoredRows) -> tuple[Reads, "LabelScoring"]:
         labels = plan_label_reads(call.labels)
         _check_room(call.limits, rows, labels)
-        count, suffixes = len(rows.items), len(labels.suffixes)
-        row = np.repeat(np.arange(count, dtype=np.int32), suffixes)
-        suffix = np.tile(np.arange(suffixes, dtype=np.int32), count)
-        sequences = rows.sequences if suffixes == 1 else rows.sequences.take(row)
-        reads = Reads(
-            units=join(sequences, labels.suffixes.take(suffix)),
-            unit_row=row,
-            gather_unit=_each_row(count, labels.gather_suffix, suffixes),
-            gather_offset=(
-                rows.sequences.lengths[:, None] - 1 + labels.gather_depth[None, :]
-            ).ravel(),
-            gather_indptr=offsets(np.tile(np.diff(labels.gather_indptr), count)),
-            gather_ids=np.tile(labels.gather_ids, count),
-        )
+        count = len(rows.items)
+        reads = _one_read_a_row(rows, labels) if labels.is_one_read else _reads(rows, labels)
         return reads, cls(labels=labels, rows=count, options=call.request.label_probabilities)
 
     def take(self, rows: Int32) -> "LabelScoring":
@@ -48,17 +36,48 @@ class LabelScoring:
 
     def read(self, values: Values) -> Readout:
         logprobs = self._label_logprobs(values.gather_logprobs)
-        mass = np.exp(logprobs[:, self.labels.disjoint]).sum(axis=1)
         scores = np.exp(logprobs)
+        mass = scores[:, self.labels.disjoint].sum(axis=1)
         if self.options.apply_softmax:
             scores = softmax(logprobs / (self.options.temperature or 1.0))
         return Readout(scores=scores.astype(np.float32), label_mass=mass.astype(np.float32))
 
     def _label_logprobs(self, gathered: Float32) -> Float64:  # [rows, labels]
-        by_row = gathered.reshape(self.rows, len(self.labels.gather_ids)).astype(np.float64)
-        starts = self.labels.label_indptr[:-1]
-        summed: Float64 = np.add.reduceat(by_row[:, self.labels.label_reads], starts, axis=1)
+        labels = self.labels
+        by_row = gathered.reshape(self.rows, len(labels.gather_ids)).astype(np.float64)
+        if labels.is_one_read:
+            return by_row[:, labels.label_reads]
+        summed: Float64 = np.add.reduceat(
+            by_row[:, labels.label_reads], labels.label_indptr[:-1], axis=1
+        )
         return summed
+
+
+def _one_read_a_row(rows: ScoredRows, labels: LabelReads) -> Reads:
+    row, ids = np.arange(len(rows.items) + 1, dtype=np.int32), labels.gather_ids
+    return Reads(
+        units=rows.sequences,
+        unit_row=row[:-1],
+        gather_unit=row[:-1],
+        gather_offset=rows.sequences.lengths - 1,
+        gather_indptr=row * np.int32(len(ids)),
+        gather_ids=ids[None].repeat(len(rows.items), axis=0).ravel(),
+    )
+
+
+def _reads(rows: ScoredRows, labels: LabelReads) -> Reads:
+    """Each item once with every suffix."""
+    count, suffixes = len(rows.items), len(labels.suffixes)
+    row = np.repeat(np.arange(count, dtype=np.int32), suffixes)
+    suffix = np.tile(np.arange(suffixes, dtype=np.int32), count)
+    return Reads(
+        units=join(rows.sequences.take(row), labels.suffixes.take(suffix)),
+        unit_row=row,
+        gather_unit=_each_row(count, labels.gather_suffix, suffixes),
+        gather_offset=(rows.sequences.lengths[:, None] - 1 + labels.gather_depth[None, :]).ravel(),
+        gather_indptr=offsets(np.tile(np.diff(labels.gather_indptr), count)),
+        gather_ids=np.tile(labels.gather_ids, count),
+    )
 
 
 def _check_room(limits: Limits, rows: ScoredRows, labels: LabelReads) -> None:

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 
 import numpy as np
 from numpy.typing import NDArray
@@ -10,6 +11,7 @@ from stemserve.service.packed_tokens import PackedTokens, pack
 from stemserve.service.request import Int32
 
 ROOT = 0
+KEPT_LABELS = 128  # callers ask for the same few again and again
 Edge = tuple[int, int]  # node, token that follows it
 
 
@@ -30,6 +32,11 @@ class LabelReads:
     label_reads: Int32  # positions in gather_ids, label by label
     label_indptr: Int32  # [labels + 1]
     disjoint: NDArray[np.bool_]  # [labels] no other label is a prefix of this one
+
+    @property
+    def is_one_read(self) -> bool:
+        """All labels have one token: what is read is the item's last token alone."""
+        return len(self.gather_suffix) == 1 and not self.suffixes.tokens.size
 
 
 @dataclass(slots=True)
@@ -67,7 +74,8 @@ class _Trie:
         return nodes[::-1]
 
 
-def plan_label_reads(labels: Sequence[Sequence[int]]) -> LabelReads:
+@lru_cache(maxsize=KEPT_LABELS)
+def plan_label_reads(labels: tuple[tuple[int, ...], ...]) -> LabelReads:
     """For distinct labels of at least one token."""
     trie = _Trie()
     edges = [trie.insert(label) for label in labels]

@@ -30,35 +30,41 @@ def score_response(plan: ScorePlan, result: ScoreResult) -> inference_pb2.ScoreR
     request = plan.call.request
     readout = plan.mode.read(result)
     finite = _finite_rows(plan, result, readout)
-    order = _best(readout, finite, request.top_n) if request.top_n else _all(plan, finite)
-    response = rows_message(request, readout, order)
+    is_whole = not plan.call.problems and finite.all()
     if request.top_n:
+        order = _best(readout, finite, request.top_n)
+        response = rows_message(request, readout, order)
         response.item_index.extend(plan.rows.items[order].tolist())
-    response.errors.extend(_item_errors(plan, result, finite))
+    else:
+        response = rows_message(request, readout, None if is_whole else _all(plan, finite))
+    if not is_whole:
+        response.errors.extend(_item_errors(plan, result, finite))
     response.partial = bool(len(result.unread_units))
     response.usage.CopyFrom(usage_message(result.usage))
     return response
 
 
 def rows_message(
-    request: inference_pb2.ScoreRequest, readout: Readout, order: Int32
+    request: inference_pb2.ScoreRequest, readout: Readout, order: Int32 | None
 ) -> inference_pb2.ScoreResponse:
-    """The numbers of the readout's rows in this order; -1 is a row without a score."""
+    """The numbers of the readout's rows in this order, None: as they are; -1: a row without a
+    score."""
+    if order is not None:
+        readout = _ordered(readout, order)
     response = inference_pb2.ScoreResponse(
         request_id=request.request_id,
-        shape=(len(order), *readout.scores.shape[1:]),
-        scores=_spread(readout.scores, order).ravel().tolist(),
+        shape=readout.scores.shape,
+        scores=readout.scores.ravel().tolist(),
         over_labels=request.label_probabilities.apply_softmax
         or request.classification.apply_softmax,
     )
     if readout.label_mass is not None:
-        response.label_mass.extend(_spread(readout.label_mass, order).tolist())
+        response.label_mass.extend(readout.label_mass.tolist())
     if readout.is_greedy is not None:
-        greedy = np.zeros(len(order), dtype=np.bool_)
-        greedy[order >= 0] = readout.is_greedy[order[order >= 0]]
-        response.is_greedy.extend(greedy.tolist())
+        response.is_greedy.extend(readout.is_greedy.tolist())
     if readout.token_logprobs is not None and readout.token_indptr is not None:
-        _add_token_logprobs(response, readout.token_logprobs, readout.token_indptr, order)
+        response.token_logprobs.extend(readout.token_logprobs.tolist())
+        response.token_logprob_offsets.extend(readout.token_indptr.tolist())
     return response
 
 
@@ -89,8 +95,9 @@ def _check_sizes(plan: ScorePlan, result: ScoreResult) -> None:
 
 def _finite_rows(plan: ScorePlan, result: ScoreResult, readout: Readout) -> NDArray[np.bool_]:
     finite = has_scores(readout)
-    finite[plan.reads.unit_row[result.failed_units]] = False
-    finite[plan.reads.unit_row[result.unread_units]] = False
+    for units in (result.failed_units, result.unread_units):
+        if len(units):
+            finite[plan.reads.unit_row[units]] = False
     return finite
 
 
@@ -116,21 +123,32 @@ def _all(plan: ScorePlan, finite: NDArray[np.bool_]) -> Int32:
     return order
 
 
-def _spread(values: Float32, order: Int32) -> Float32:
-    spread = np.full((len(order), *values.shape[1:]), np.nan, dtype=np.float32)
-    spread[order >= 0] = values[order[order >= 0]]
+def _ordered(readout: Readout, order: Int32) -> Readout:
+    has_row = order >= 0
+    rows = order[has_row]
+    greedy, mass = readout.is_greedy, readout.label_mass
+    logprobs, indptr = readout.token_logprobs, readout.token_indptr
+    if logprobs is not None and indptr is not None:
+        counts = np.zeros(len(order), dtype=np.int32)
+        counts[has_row] = indptr[rows + 1] - indptr[rows]
+        logprobs = logprobs[slice_indices(indptr[rows], counts[has_row])]
+        indptr = offsets(counts)
+    if greedy is not None:
+        known, greedy = greedy[rows], np.zeros(len(order), dtype=np.bool_)
+        greedy[has_row] = known
+    return Readout(
+        scores=_spread(readout.scores, rows, has_row),
+        label_mass=None if mass is None else _spread(mass, rows, has_row),
+        is_greedy=greedy,
+        token_logprobs=logprobs,
+        token_indptr=indptr,
+    )
+
+
+def _spread(values: Float32, rows: Int32, has_row: NDArray[np.bool_]) -> Float32:
+    spread = np.full((len(has_row), *values.shape[1:]), np.nan, dtype=np.float32)
+    spread[has_row] = values[rows]
     return spread
-
-
-def _add_token_logprobs(
-    response: inference_pb2.ScoreResponse, logprobs: Float32, indptr: Int32, order: Int32
-) -> None:
-    counts = np.zeros(len(order), dtype=np.int32)
-    scored = order[order >= 0]
-    counts[order >= 0] = np.diff(indptr)[scored]
-    indices = slice_indices(indptr[:-1][scored], np.diff(indptr)[scored])
-    response.token_logprobs.extend(logprobs[indices].tolist())
-    response.token_logprob_offsets.extend(offsets(counts).tolist())
 
 
 def _item_errors(

@@ -37,9 +37,8 @@ class ScoreCall:
 
     @property
     def scored_items(self) -> Int32:
-        kept = np.ones(len(self.items), dtype=np.bool_)
-        kept[list(self.problems)] = False
-        return np.flatnonzero(kept).astype(np.int32)
+        items = np.arange(len(self.items), dtype=np.int32)
+        return np.delete(items, list(self.problems)) if self.problems else items
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -54,10 +53,10 @@ class ScoredRows:
 
 def scored_rows(call: ScoreCall) -> ScoredRows:
     rows = call.scored_items
-    items = call.items if len(rows) == len(call.items) else call.items.take(rows)
+    items = call.items.take(rows) if call.problems else call.items
     return ScoredRows(
         items=rows,
-        context=call.item_context[rows],
+        context=call.item_context[rows] if call.problems else call.item_context,
         item_lengths=items.lengths,
-        sequences=join(items, repeat(call.query, len(rows))),
+        sequences=join(items, repeat(call.query, len(rows))) if len(call.query) else items,
     )

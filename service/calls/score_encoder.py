@@ -52,12 +52,16 @@ class ScoreEncoder:
         items = await self._items(request)
         query = await self._query(request)
         labels = await self._labels(request.label_probabilities)
-        item_context = np.zeros(len(items), dtype=np.int32)
-        if request.item_context:
-            item_context[:] = request.item_context
-        tokens = len(items.tokens) + len(query) * len(items)
+        count = len(items)
+        item_context = (
+            np.fromiter(request.item_context, dtype=np.int32, count=count)
+            if request.item_context
+            else np.zeros(count, dtype=np.int32)
+        )
+        tokens = len(items.tokens) + len(query) * count
         check_tokens("items", tokens, self._limits)
-        check_answer(request, self._limits, self._facts, item_tokens=len(items.tokens))
+        if request.log_likelihood.token_logprobs:
+            check_answer(request, self._limits, self._facts, item_tokens=len(items.tokens))
         call = ScoreCall(
             request=request,
             caller=caller,
@@ -130,12 +134,19 @@ def _check_labels(field: str, labels: Labels, limits: Limits) -> None:
 
 
 def find_problems(call: ScoreCall, context_tokens: int) -> ScoreCall:
+    """Most calls have none, which a look at the longest of their parts tells."""
     lengths = call.items.lengths
-    before = np.array([len(context) for context in call.contexts], dtype=np.int64)[
-        call.item_context
-    ]
+    contexts = np.array([len(context) for context in call.contexts], dtype=np.int64)
     # The last token of a label is predicted, never read.
     behind = len(call.query) + max(map(len, call.labels), default=1) - 1
+    likelihood = call.request.HasField("log_likelihood")
+    if (
+        lengths.min(initial=1) > 0
+        and contexts.max(initial=0) + lengths.max(initial=0) + behind <= context_tokens
+        and (contexts.min(initial=1) > 0 or not likelihood)
+    ):
+        return call
+    before = contexts[call.item_context]
     needed = before + lengths + behind
     _check_room(call, before + behind, needed, context_tokens)
     problems = {
@@ -143,7 +154,7 @@ def find_problems(call: ScoreCall, context_tokens: int) -> ScoreCall:
         for index in np.flatnonzero((needed > context_tokens) & (lengths > 0)).tolist()
     }
     problems |= dict.fromkeys(np.flatnonzero(lengths == 0).tolist(), NO_ITEM_TOKENS)
-    if call.request.HasField("log_likelihood") and not call.request.item_first:
+    if likelihood and not call.request.item_first:
         alone = np.flatnonzero((before == 0) & (lengths == 1))
         problems |= dict.fromkeys(alone.tolist(), UNPREDICTABLE)
     return replace(call, problems=problems)

@@ -12,6 +12,7 @@ from stemserve.service.request import WorkerFacts
 
 MAX_ID_CHARACTERS = 256
 FLOAT_BYTES = 4
+KERNELS = frozenset(inference_pb2.Kernel.values())
 
 
 def check_score(request: inference_pb2.ScoreRequest, limits: Limits, facts: WorkerFacts) -> None:
@@ -46,7 +47,7 @@ def check_id(field: str, value: str) -> None:
 
 
 def check_kernel(kernel: int) -> None:
-    if kernel not in inference_pb2.Kernel.values():
+    if kernel not in KERNELS:
         known = ", ".join(inference_pb2.Kernel.keys())
         raise InvalidRequest("kernel", f"{kernel} is not one of {known}")
 
@@ -162,14 +163,15 @@ def check_answer(
     item_tokens: int = 0,
 ) -> None:
     """`item_tokens` of all items, once they are known."""
-    columns = max(label_count(request.label_probabilities), 1)
-    if request.WhichOneof("mode") == "label_probabilities" and not label_count(
-        request.label_probabilities
-    ):
-        raise InvalidRequest("label_probabilities.labels", "there are none")
-    if request.HasField("classification"):
+    mode, columns = request.WhichOneof("mode"), 1
+    if mode == "label_probabilities":
+        columns = label_count(request.label_probabilities)
+        if not columns:
+            raise InvalidRequest("label_probabilities.labels", "there are none")
+    elif mode == "classification":
         columns = len(facts.class_labels)
-    rows = min(request.top_n or item_count(request), item_count(request))
+    items = item_count(request)
+    rows = min(request.top_n or items, items)
     answer_bytes = rows * (columns + 2) * FLOAT_BYTES
     if request.log_likelihood.token_logprobs:
         answer_bytes += item_tokens * FLOAT_BYTES

@@ -26,19 +26,19 @@ def decode_tokens(field: str, blob: bytes, vocab_size: int) -> Int32:
 
 def decode_packed(field: str, message: inference_pb2.PackedTokens, vocab_size: int) -> PackedTokens:
     tokens = decode_tokens(f"{field}.tokens", message.tokens, vocab_size)
-    indptr = np.fromiter(message.offsets, dtype=np.int64, count=len(message.offsets))
+    indptr = np.fromiter(message.offsets, dtype=np.int64)
     if not len(indptr) or indptr[0] != 0 or indptr[-1] != len(tokens):
         raise InvalidRequest(
             f"{field}.offsets", f"must start with 0 and end with {len(tokens)}, the token count"
         )
-    if (np.diff(indptr) < 0).any():
+    if (indptr[1:] < indptr[:-1]).any():
         raise InvalidRequest(f"{field}.offsets", "must not decrease")
     return PackedTokens(tokens=tokens, indptr=indptr.astype(np.int32))
 
 
 def decode_ids(field: str, ids: Sequence[int], vocab_size: int) -> Int32:
     wire = np.fromiter(ids, dtype=np.int64, count=len(ids))
-    bad = np.flatnonzero((wire < 0) | (wire >= vocab_size))
+    bad = ((wire < 0) | (wire >= vocab_size)).nonzero()[0]
     if len(bad):
         raise InvalidRequest(
             field, f"{wire[bad[0]]} is not a token id; ids are 0 to {vocab_size - 1}"

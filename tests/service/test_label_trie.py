@@ -17,7 +17,7 @@ def random_labels(seed: int) -> list[Label]:
 @pytest.mark.parametrize("seed", range(10))
 def test_each_label_token_is_read_after_exactly_the_tokens_before_it(seed: int) -> None:
     labels = random_labels(seed)
-    reads = plan_label_reads(labels)
+    reads = plan_label_reads(tuple(labels))
     gather = np.repeat(np.arange(len(reads.gather_depth)), np.diff(reads.gather_indptr))
     for index, label in enumerate(labels):
         positions = reads.label_reads[reads.label_indptr[index] : reads.label_indptr[index + 1]]
@@ -34,7 +34,7 @@ def test_there_is_one_gather_a_label_prefix_and_one_suffix_a_deepest_prefix(seed
     labels = random_labels(seed)
     prefixes = {label[:depth] for label in labels for depth in range(len(label))}
     deepest = {p for p in prefixes if not any(q[:-1] == p for q in prefixes if q)}
-    reads = plan_label_reads(labels)
+    reads = plan_label_reads(tuple(labels))
     assert len(reads.gather_depth) == len(prefixes)
     assert len(reads.suffixes) == len(deepest)
     assert {tuple(reads.suffixes[i].tolist()) for i in range(len(reads.suffixes))} == deepest
@@ -42,17 +42,17 @@ def test_there_is_one_gather_a_label_prefix_and_one_suffix_a_deepest_prefix(seed
 
 @pytest.mark.parametrize("seed", range(10))
 def test_gathers_are_sorted_by_suffix_then_depth(seed: int) -> None:
-    reads = plan_label_reads(random_labels(seed))
+    reads = plan_label_reads(tuple(random_labels(seed)))
     order = list(zip(reads.gather_suffix.tolist(), reads.gather_depth.tolist(), strict=True))
     assert order == sorted(order)
 
 
 def test_labels_of_one_token_need_no_suffix() -> None:
-    reads = plan_label_reads([(5,), (2,), (9,)])
+    reads = plan_label_reads(((5,), (2,), (9,)))
     assert len(reads.suffixes) == 1
     assert not len(reads.suffixes.tokens)
     assert reads.gather_ids.tolist() == [5, 2, 9]
 
 
 def test_a_label_that_continues_another_is_not_disjoint() -> None:
-    assert plan_label_reads([(1,), (1, 2), (2, 1)]).disjoint.tolist() == [True, False, True]
+    assert plan_label_reads(((1,), (1, 2), (2, 1))).disjoint.tolist() == [True, False, True]

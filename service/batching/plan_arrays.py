@@ -25,11 +25,13 @@ def unpack_float32(blob: bytes) -> Float32:
 
 
 def join_int32(parts: Sequence[Int32]) -> Int32:
+    if len(parts) == 1:
+        return parts[0]
     return np.concatenate(parts) if parts else np.empty(0, np.int32)
 
 
 def indptr_of(lengths: Int32) -> Int32:
     """Offsets of consecutive slices of these lengths."""
     indptr = np.zeros(len(lengths) + 1, np.int32)
-    np.cumsum(lengths, out=indptr[1:])
+    lengths.cumsum(out=indptr[1:])
     return indptr

@@ -23,7 +23,10 @@ class Reads:
 
     def within(self, first_row: int, end_row: int) -> tuple[int, int]:
         """The gathers at rows first_row .. end_row - 1."""
-        first, end = np.searchsorted(self.row, [first_row, end_row]).tolist()
+        if not len(self.row):
+            return 0, 0
+        # Of the array's own type: another would have it converted.
+        first, end = self.row.searchsorted(np.array([first_row, end_row], np.int32)).tolist()
         return first, end
 
 
@@ -49,23 +52,33 @@ class ScoreLayout:
         return first < end
 
 
+NO_READS = Reads(
+    row=np.zeros(0, np.int32),
+    index=np.zeros(0, np.int32),
+    unit=np.zeros(0, np.int32),
+    indptr=np.zeros(1, np.int32),
+    ids=np.zeros(0, np.int32),
+    id_index=np.zeros(0, np.int32),
+)
+
+
 def lay_out(job: ScoreJob) -> ScoreLayout:
     """Raises RequestError for a job that reads what is not there."""
     lengths = np.array([len(context) for context in job.contexts], np.int32)
-    _check(job, lengths)
-    order = np.argsort(job.unit_context, kind="stable").astype(np.int32)
-    unit_rows = _needed_rows(job)[order]
-    row_indptr = indptr_of(unit_rows)
-    row_offset = np.arange(row_indptr[-1], dtype=np.int32) - np.repeat(row_indptr[:-1], unit_rows)
-    place = np.empty_like(order)
-    place[order] = np.arange(len(order), dtype=np.int32)
-    gather_row = row_indptr[place[job.gather_unit]] + job.gather_offset
+    unit_lengths = job.unit_indptr[1:] - job.unit_indptr[:-1]
     at_context = job.gather_offset < 0
+    _check(job, lengths, unit_lengths, at_context)
+    order, place = _by_context(job.unit_context)
+    unit_rows = _needed_rows(job, unit_lengths)[order]
+    row_indptr = indptr_of(unit_rows)
+    row_offset = np.arange(row_indptr[-1], dtype=np.int32) - row_indptr[:-1].repeat(unit_rows)
+    gather_row = row_indptr[place[job.gather_unit]] + job.gather_offset
     counts = np.bincount(job.unit_context, minlength=len(lengths)).astype(np.int32)
-    used = np.flatnonzero(counts) if len(order) else np.arange(len(lengths))
-    context_tokens = lengths[job.unit_context] if len(order) else lengths
+    used = counts.nonzero()[0] if len(order) else np.arange(len(lengths))
+    each = counts if len(order) else np.ones(len(lengths), np.int32)
+    context_tokens = int(np.dot(each.astype(np.int64), lengths))
     return ScoreLayout(
-        row_token=job.unit_tokens[np.repeat(job.unit_indptr[:-1][order], unit_rows) + row_offset],
+        row_token=job.unit_tokens[job.unit_indptr[:-1][order].repeat(unit_rows) + row_offset],
         row_offset=row_offset,
         unit_rows=unit_rows,
         row_indptr=row_indptr,
@@ -75,40 +88,66 @@ def lay_out(job: ScoreJob) -> ScoreLayout:
         contexts=used.astype(np.int32),
         item_reads=_reads(job, gather_row, ~at_context),
         context_reads=_reads(job, job.unit_context[job.gather_unit], at_context),
-        prompt_tokens=int(context_tokens.sum(dtype=np.int64)) + len(job.unit_tokens),
+        prompt_tokens=context_tokens + len(job.unit_tokens),
     )
 
 
-def _check(job: ScoreJob, context_lengths: Int32) -> None:
-    unit_lengths = np.diff(job.unit_indptr)
-    if np.any(job.gather_offset >= unit_lengths[job.gather_unit]):
+def _by_context(unit_context: Int32) -> tuple[Int32, Int32]:
+    """The units in the order of their contexts, and where each of them is there."""
+    every = np.arange(len(unit_context), dtype=np.int32)
+    if not (unit_context[1:] < unit_context[:-1]).any():
+        return every, every
+    order = np.argsort(unit_context, kind="stable").astype(np.int32)
+    place = np.empty_like(order)
+    place[order] = every
+    return order, place
+
+
+def _check(
+    job: ScoreJob, context_lengths: Int32, unit_lengths: Int32, at_context: NDArray[np.bool_]
+) -> None:
+    if (job.gather_offset >= unit_lengths[job.gather_unit]).any():
         raise EngineFault("a score job reads behind the end of one of its units")
-    if job.classify and not np.all(unit_lengths):
+    if job.classify and not unit_lengths.all():
         raise EngineFault("a score job classifies an empty unit")
-    units_before = job.gather_unit[job.gather_offset < 0]
-    if not np.all(context_lengths[job.unit_context[units_before]]):
+    units_before = job.gather_unit[at_context]
+    if not context_lengths[job.unit_context[units_before]].all():
         raise InvalidRequest("items", "nothing comes before the first token of an empty context")
 
 
-def _needed_rows(job: ScoreJob) -> Int32:  # [units]
+def _needed_rows(job: ScoreJob, unit_lengths: Int32) -> Int32:  # [units]
     """Rows of each unit: no later token is read."""
     if job.classify:
-        return np.diff(job.unit_indptr)
-    rows = np.zeros(len(job.unit_indptr) - 1, np.int32)
+        return unit_lengths
+    rows = np.zeros(len(unit_lengths), np.int32)
     np.maximum.at(rows, job.gather_unit, job.gather_offset + 1)
     return rows
 
 
 def _reads(job: ScoreJob, row: Int32, chosen: NDArray[np.bool_]) -> Reads:
     """The chosen gathers, sorted by their row."""
-    index = np.flatnonzero(chosen).astype(np.int32)
-    index = index[np.argsort(row[index], kind="stable")]
-    lengths = np.diff(job.gather_indptr)[index]
+    index = chosen.nonzero()[0].astype(np.int32)
+    if not len(index):
+        return NO_READS
+    row = row[index]
+    if (row[1:] < row[:-1]).any():
+        order = np.argsort(row, kind="stable")
+        index, row = index[order], row[order]
+    elif len(index) == len(chosen):
+        return Reads(
+            row=row,
+            index=index,
+            unit=job.gather_unit,
+            indptr=job.gather_indptr,
+            ids=job.gather_ids,
+            id_index=np.arange(len(job.gather_ids), dtype=np.int32),
+        )
+    starts = job.gather_indptr[index]
+    lengths = job.gather_indptr[index + 1] - starts
     indptr = indptr_of(lengths)
-    inside = np.arange(indptr[-1], dtype=np.int32) - np.repeat(indptr[:-1], lengths)
-    id_index = np.repeat(job.gather_indptr[:-1][index], lengths) + inside
+    id_index = np.arange(indptr[-1], dtype=np.int32) + (starts - indptr[:-1]).repeat(lengths)
     return Reads(
-        row=row[index],
+        row=row,
         index=index,
         unit=job.gather_unit[index],
         indptr=indptr,

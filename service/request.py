@@ -210,6 +210,7 @@ class WorkerFacts:
     has_lm_head: bool
     class_labels: tuple[str, ...]
     kv_bytes_per_token: int
+    max_burst_steps: int = 1  # decode steps that may be sent at once
     cost_table_json: str = field(default="", repr=False)
 
 

@@ -37,7 +37,9 @@ def answer(
     """
     tops.update({sampler.slot: sampler.top_logprobs for sampler in plan.samplers})
     wanted = [tops[slot] for slot in np.frombuffer(plan.sample_slots, "<i4").tolist()]
-    samples = count(plan.sample_rows)
+    repeat = max(1, plan.repeat)
+    wanted *= repeat
+    samples = count(plan.sample_rows) * repeat
     gathers = count(plan.gather_rows)
     rows = count(plan.token_ids)
     return worker_pb2.StepResult(
@@ -85,6 +87,7 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer):
             kv_pages=self._options.kv_pages,
             sampler_slots=256,
             steps_in_flight=self._options.steps_in_flight,
+            max_burst_steps=self._options.max_burst_steps,
             has_lm_head=True,
             class_labels=[f"class {i}" for i in range(self._options.classes)],
             kv_bytes_per_token=512,
@@ -99,7 +102,7 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer):
             if number == self._options.die_at_step:
                 os.kill(os.getpid(), signal.SIGKILL)
             if self._options.step_seconds:
-                time.sleep(self._options.step_seconds)
+                time.sleep(self._options.step_seconds * max(1, request.plan.repeat))
             result = answer(
                 request.plan,
                 classes=self._options.classes,
@@ -156,6 +159,7 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--token", type=int, default=5, help="every sampled token")
     parser.add_argument("--step-log", type=Path, help="a line a step: start, end, rows")
     parser.add_argument("--steps-in-flight", type=int, default=2)
+    parser.add_argument("--max-burst-steps", type=int, default=1)
     parser.add_argument("--classes", type=int, default=0)
     parser.add_argument("--vocab-size", type=int, default=49152)
     parser.add_argument("--context-tokens", type=int, default=8192)

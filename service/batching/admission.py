@@ -34,6 +34,7 @@ class BatcherLimits:
     max_queued_requests: int = 1024
     max_queued_tokens: int = 1 << 20  # that must be computed, after cache hits
     max_queued_s: float = 600.0  # that all accepted work may take
+    max_burst_s: float = 0.01  # that decode steps which go to the worker at once may take
     tenants: Mapping[str, TenantShare] = field(default_factory=dict[str, TenantShare])
 
     def __post_init__(self) -> None:
@@ -41,6 +42,8 @@ class BatcherLimits:
             raise ValueError(f"every limit must be at least 1: {self}")
         if not self.max_queued_s > 0:
             raise ValueError(f"max_queued_s must be more than 0: {self}")
+        if self.max_burst_s < 0:
+            raise ValueError(f"max_burst_s must not be negative: {self}")
 
     @property
     def max_decode_rows(self) -> int:

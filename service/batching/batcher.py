@@ -11,6 +11,7 @@ from dataclasses import replace
 from stemserve.proto.v1 import worker_pb2
 from stemserve.service.batching.admission import Admission
 from stemserve.service.batching.admission import BatcherLimits as BatcherLimits
+from stemserve.service.batching.burst_size import BurstSize
 from stemserve.service.batching.explain_plan import ExplainedPlan as ExplainedPlan
 from stemserve.service.batching.explain_plan import copy_residents, explain_steps
 from stemserve.service.batching.generate_progress import GenerateProgress
@@ -60,7 +61,8 @@ class Batcher:
         self._jobs = JobTable(weights, short_tokens=self._limits.short_tokens)
         self._issued: deque[IssuedStep] = deque()
         self._deadlines: list[tuple[float, int]] = []  # heap; with the arrival number
-        self._planner = StepPlanner(self._jobs, self._limits)
+        self._burst = BurstSize(facts.max_burst_steps, max_seconds=self._limits.max_burst_s)
+        self._planner = StepPlanner(self._jobs, self._limits, self._cache, self._burst)
         self._admission = Admission(
             self._limits, num_pages=facts.kv_pages, num_slots=facts.sampler_slots
         )
@@ -71,7 +73,7 @@ class Batcher:
             admission=self._admission,
             pins=self._pins,
             jobs=self._jobs,
-            rows_in_flight=lambda: sum(step.num_rows for step in self._issued),
+            rows_in_flight=lambda: sum(step.num_rows * step.repeat for step in self._issued),
         )
 
     @property
@@ -129,8 +131,7 @@ class Batcher:
         except EngineFault as fault:
             self._fail_step(issued, fault)
         else:
-            if 2 * issued.decode_rows <= issued.num_rows:
-                self._admission.observe(issued.num_rows, result.step_seconds)
+            self._learn_speed(issued, result.step_seconds)
             self._deliver(issued, outputs, result)
         for job in map(self._jobs.by_arrival, issued.shares):
             if job is not None:
@@ -241,6 +242,12 @@ class Batcher:
         for job in list(self._jobs.running):
             if not job.in_flight:
                 self._finish(job, now)
+
+    def _learn_speed(self, issued: IssuedStep, seconds: float) -> None:
+        if 2 * issued.decode_rows <= issued.num_rows:
+            self._admission.observe(issued.num_rows, seconds)
+        elif issued.decode_rows == issued.num_rows:
+            self._burst.observe(issued.num_rows, issued.repeat, seconds, self._clock())
 
     def _deliver(
         self, issued: IssuedStep, outputs: StepOutputs, result: worker_pb2.StepResult

@@ -6,7 +6,7 @@ from stemserve.service.batching.job_progress import JobProgress, Ticket
 from stemserve.service.batching.kv_cache import KvCache
 from stemserve.service.batching.prefix_forest import StoredChain
 from stemserve.service.batching.prefix_tree import PageNode
-from stemserve.service.batching.sample import Sample, sampler_message
+from stemserve.service.batching.sample import Draw, Sample, sampler_message
 from stemserve.service.batching.sampler_slots import SamplerSlots
 from stemserve.service.batching.sequence import Branch, Chain, pages_for
 from stemserve.service.batching.step_builder import StepBuilder
@@ -45,7 +45,7 @@ class GenerateProgress(JobProgress):
         self._chain: Chain | None = None  # the prompt; None: waits for pages
         self._prompt_is_planned = False  # computed, and its last row read, by issued steps
         self._samples = [Sample(index=i, spec=spec) for i, spec in enumerate(job.samplers)]
-        self._draws: dict[int, list[tuple[Sample, int, PageNode | None]]] = {}  # by step
+        self._draws: dict[int, list[Draw]] = {}  # by step
         self._counted_tokens = 0  # of the prompt: leading tokens that usage has counted
         self._computed_rows = 0
         self._output_tokens = 0
@@ -80,10 +80,21 @@ class GenerateProgress(JobProgress):
             ):
                 yield sample
 
+    def steps_left(self, sample: Sample) -> int:
+        """Tokens that it may draw beside those of steps in flight."""
+        return self._job.max_new_tokens - sample.num_tokens
+
+    def missing_pages(self, sample: Sample, steps: int) -> int:
+        """Pages that the sample lacks for so many rows, or for as many as it has left."""
+        length = sample.stored + min(steps, self.steps_left(sample))
+        return self._branch(sample).missing_pages(length)
+
     def plan_decode(self, sample: Sample, step: StepBuilder) -> bool:
-        """Add the sample's next row. False: no page for it now."""
+        """Add the sample's next row: of a burst, for all its steps. False: no page for it now."""
         branch = self._branch(sample)
-        length = sample.stored + 1
+        start = sample.stored
+        steps = min(step.max_steps, self.steps_left(sample))
+        length = start + steps
         if branch.missing_pages(length):
             if not self._cache.can_extend(branch, step):
                 return True
@@ -91,10 +102,10 @@ class GenerateProgress(JobProgress):
                 return False
             self._drop_prompt_tail()
         chain = StoredChain(branch.table, length)
-        slot = branch.slot(sample.stored)
-        row = step.rows.add_decode(sample.next_input, slot, chain, self._job.kernel)
+        slots = branch.slots(start, length)
+        row = step.rows.add_decode(sample.next_input, slots, chain, self._job.kernel)
         sample.stored = length
-        self._draw(sample, row, step, None)
+        self._draw(sample, row, step, steps=steps)
         return True
 
     def plan(self, step: StepBuilder) -> None:
@@ -114,12 +125,17 @@ class GenerateProgress(JobProgress):
     def deliver(self, outputs: StepOutputs) -> list[Event]:
         tokens: list[SampleToken] = []
         failure: JobFailed | None = None
-        for sample, at, node in self._draws.pop(outputs.step_id, []):
-            sample.pending -= 1
-            if not sample.has_ended and outputs.sample_failed[at]:
-                failure = self._failure(sample, node)
-                continue
-            if not sample.has_ended:
+        for draw in self._draws.pop(outputs.step_id, []):
+            sample = draw.sample
+            sample.pending -= draw.steps
+            for at in range(
+                draw.at, draw.at + draw.steps * outputs.num_samples, outputs.num_samples
+            ):
+                if sample.has_ended:
+                    break
+                if outputs.sample_failed[at]:
+                    failure = self._failure(sample, draw.node)
+                    break
                 sample.tokens.append(int(outputs.sampled_tokens[at]))
                 self._output_tokens += 1
                 cause = sample.finish_cause(self._job)
@@ -204,7 +220,7 @@ class GenerateProgress(JobProgress):
         if chunk.stop == chain.length:
             self._prompt_is_planned = True
             for sample in draws:
-                self._draw(sample, chunk.last_row, step, chain.nodes[-1])
+                self._draw(sample, chunk.last_row, step, node=chain.nodes[-1])
             for sample in live:
                 sample.stored = chain.length
 
@@ -237,7 +253,7 @@ class GenerateProgress(JobProgress):
         row = step.rows.add_prefill(tokens[start:stop], slots, stored, self._job.kernel)
         sample.stored = stop
         if stop == len(tokens):
-            self._draw(sample, row + stop - start - 1, step, None)
+            self._draw(sample, row + stop - start - 1, step)
         return True
 
     def _branch(self, sample: Sample) -> Branch:
@@ -247,13 +263,22 @@ class GenerateProgress(JobProgress):
             sample.branch = Branch(self._chain, capacity=capacity, page_size=size)
         return sample.branch
 
-    def _draw(self, sample: Sample, row: int, step: StepBuilder, node: PageNode | None) -> None:
+    def _draw(
+        self,
+        sample: Sample,
+        row: int,
+        step: StepBuilder,
+        *,
+        steps: int = 1,
+        node: PageNode | None = None,
+    ) -> None:
         if not sample.is_announced:
             step.readouts.add_sampler(sampler_message(sample, self._job.stop_ids))
             sample.is_announced = True
         at = step.readouts.add_sample(row, sample.slot, sample.num_tokens)
-        sample.pending += 1
-        self._draws.setdefault(step.step_id, []).append((sample, at, node))
+        sample.pending += steps
+        draw = Draw(sample=sample, at=at, steps=steps, node=node)
+        self._draws.setdefault(step.step_id, []).append(draw)
 
     def _drop_prompt_tail(self) -> None:
         """Once every sample has its own copy of the prompt's partial page, nobody here reads it."""

@@ -1,11 +1,13 @@
 """One sample of a Generate job: its tokens, and the pages it writes them to."""
 
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 
 from stemserve.proto.v1 import worker_pb2
 from stemserve.service.batching.plan_arrays import pack_float32, pack_int32
+from stemserve.service.batching.prefix_tree import PageNode
 from stemserve.service.batching.sequence import Branch
 from stemserve.service.request import GenerateJob, Int32, SamplerSpec, StopCause
 
@@ -40,6 +42,15 @@ class Sample:
 
     def sequence(self, prompt: Int32) -> Int32:
         return np.concatenate([prompt, np.array(self.tokens, np.int32)])
+
+
+class Draw(NamedTuple):
+    """Tokens that a step in flight draws for a sample."""
+
+    sample: Sample
+    at: int  # of the first in the step's results; each sub-step has as many
+    steps: int  # one token each
+    node: PageNode | None  # page of the prompt's last token, where that is read
 
 
 def sampler_message(sample: Sample, stop_ids: frozenset[int]) -> worker_pb2.Sampler:

@@ -35,12 +35,13 @@ class IssuedStep:
 
     step_id: int
     shares: dict[int, Share]  # by the job's arrival number, in plan order
-    num_rows: int
+    num_rows: int  # of one sub-step
     decode_rows: int
+    repeat: int  # sub-steps
     gather_rows: Int32
     num_gather_ids: int
     classify_rows: Int32
-    sample_rows: Int32
+    sample_rows: Int32  # [repeat * samples] counted through all sub-steps
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,6 +64,7 @@ class StepBuilder:
         self.pages_blocked = False  # a job ahead waits for pages: nobody behind it takes any
         self.slots_blocked = False  # the same of sampler slots
         self.reserved = 0  # rows that are kept free for short jobs
+        self.max_steps = 1  # of a decode row; more than 1: it is a burst
         self._max_rows = max_rows
         self._share = Share()
         self._shares: dict[int, Share] = {}
@@ -150,9 +152,17 @@ class StepBuilder:
             shares={n: share for n, share in self._shares.items() if not share.is_empty},
             num_rows=self.rows.num_rows,
             decode_rows=sum(share.decode_rows for share in self._shares.values()),
+            repeat=self.rows.repeat,
             gather_rows=self.readouts.gather_rows,
             num_gather_ids=self.readouts.num_gather_ids,
             classify_rows=self.readouts.classify_rows,
-            sample_rows=self.readouts.sample_rows,
+            sample_rows=self._sample_rows(),
         )
         return plan, issued
+
+    def _sample_rows(self) -> Int32:
+        rows, repeat = self.readouts.sample_rows, self.rows.repeat
+        if repeat == 1:
+            return rows
+        starts = np.arange(repeat, dtype=np.int32) * self.rows.num_rows
+        return (starts[:, None] + rows).ravel()

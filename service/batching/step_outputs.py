@@ -17,6 +17,7 @@ Bool = NDArray[np.bool_]
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepOutputs:
     step_id: int
+    num_samples: int  # of each sub-step; the arrays of samples are [sub-steps * samples]
     gather_logprobs: Float32  # [ids]
     gather_argmax: Int32  # [gathers]
     gather_failed: Bool  # [gathers] logits were not finite
@@ -56,6 +57,7 @@ def read_outputs(
         )
     outputs = StepOutputs(
         step_id=issued.step_id,
+        num_samples=len(issued.sample_rows) // issued.repeat,
         gather_logprobs=unpack_float32(result.gather_logprobs),
         gather_argmax=unpack_int32(result.gather_argmax),
         gather_failed=np.isin(issued.gather_rows, failed),

@@ -8,9 +8,11 @@ from collections.abc import Iterator
 from heapq import merge
 
 from stemserve.service.batching.admission import BatcherLimits
+from stemserve.service.batching.burst_size import BurstSize
 from stemserve.service.batching.generate_progress import GenerateProgress
 from stemserve.service.batching.job_progress import JobProgress
 from stemserve.service.batching.job_table import JobTable
+from stemserve.service.batching.kv_cache import KvCache
 from stemserve.service.batching.step_builder import StepBuilder
 
 # Biases and bans of a step; those of the last job in it may come on top.
@@ -18,14 +20,22 @@ MAX_SAMPLER_BYTES = 16 << 20
 
 
 class StepPlanner:
-    def __init__(self, jobs: JobTable, limits: BatcherLimits) -> None:
+    def __init__(
+        self, jobs: JobTable, limits: BatcherLimits, cache: KvCache, burst: BurstSize
+    ) -> None:
         self._jobs = jobs
         self._limits = limits
+        self._cache = cache
+        self._burst = burst
         self._waiting_is_stuck = False  # the last step had room, but no pages or slots
         self._passed_over: set[int] = set()  # generations that found no room in the last step
 
     def plan(self, step: StepBuilder) -> None:
+        step.max_steps = self._burst_steps()
         self._plan_decodes(step)
+        if step.rows.repeat > 1:
+            self._waiting_is_stuck = False  # who waits is looked at before the next burst
+            return
         self._waiting_is_stuck = False
         short_room = self._short_room()
         started: list[JobProgress] = []
@@ -115,6 +125,18 @@ class StepPlanner:
                     break
             share.decode_rows += room - step.room
         self._passed_over = passed_over
+
+    def _burst_steps(self) -> int:
+        """As many as nobody minds, and as there are pages for."""
+        if not self._burst.is_possible or self._others_wait():
+            return 1
+        ready = [(job, sample) for job in self._generations() for sample in job.ready_samples()]
+        most_left = max((job.steps_left(sample) for job, sample in ready), default=1)
+        steps = self._burst.steps(len(ready), most_left)
+        room = self._cache.available_pages
+        while steps > 1 and sum(job.missing_pages(s, steps) for job, s in ready) > room:
+            steps //= 2
+        return steps
 
     def _decode_order(self) -> list[GenerateProgress]:
         """Of one priority, those that the last step passed over go first."""

@@ -25,7 +25,7 @@ class _Segments(NamedTuple):
 class _DecodeRow(NamedTuple):
     token: int
     position: int
-    kv_slot: int
+    steps: int
     kernel: int
 
 
@@ -34,6 +34,8 @@ class StepRows:
 
     def __init__(self) -> None:
         self.num_rows = 0
+        self.repeat = 1  # the most steps of a decode row; more than 1: a burst, of such rows only
+        self._decode_slots: list[Int32] = []
         self._decodes: list[_DecodeRow] = []
         self._decode_chains: list[StoredChain] = []
         self._segments: list[_Segments] = []
@@ -42,9 +44,15 @@ class StepRows:
     def num_decodes(self) -> int:
         return len(self._decodes)
 
-    def add_decode(self, token: int, kv_slot: int, chain: StoredChain, kernel: int) -> int:
-        """Add the last token of a chain; returns the row."""
-        self._decodes.append(_DecodeRow(token, chain.tokens - 1, kv_slot, kernel))
+    def add_decode(self, token: int, kv_slots: Int32, chain: StoredChain, kernel: int) -> int:
+        """Add the tokens of a chain, as long as it will be, that go to `kv_slots`; returns the row.
+
+        They are as many as the steps of the burst in which the row counts; only the first is known.
+        """
+        steps = len(kv_slots)
+        self.repeat = max(self.repeat, steps)
+        self._decodes.append(_DecodeRow(token, chain.tokens - steps, steps, kernel))
+        self._decode_slots.append(kv_slots)
         self._decode_chains.append(chain)
         self.num_rows += 1
         return self.num_rows - 1
@@ -67,6 +75,9 @@ class StepRows:
 
     def write(self, plan: worker_pb2.StepPlan, page_size: int) -> None:
         segments = self._decode_segments() + self._segments
+        if self.repeat > 1:
+            plan.repeat = self.repeat
+            plan.row_steps = pack_int32([row.steps for row in self._decodes])
         plan.token_ids = pack_int32(join_int32([s.tokens for s in segments]))
         plan.positions = pack_int32(join_int32([s.positions for s in segments]))
         plan.kv_slots = pack_int32(join_int32([s.kv_slots for s in segments]))
@@ -90,7 +101,16 @@ class StepRows:
         rows = np.array(self._decodes, np.int32)
         ones = np.ones(len(rows), np.int32)
         kind = worker_pb2.SEGMENT_KIND_DECODE
-        return [_Segments(rows[:, 0], rows[:, 1], rows[:, 2], ones, kind, 0, None)]
+        return [_Segments(rows[:, 0], rows[:, 1], self._slots_by_step(), ones, kind, 0, None)]
+
+    def _slots_by_step(self) -> Int32:
+        """[repeat * rows] -1: the row counts no more."""
+        if self.repeat == 1:
+            return join_int32(self._decode_slots)
+        slots = np.full((len(self._decodes), self.repeat), -1, np.int32)
+        for row, known in enumerate(self._decode_slots):
+            slots[row, : len(known)] = known
+        return slots.T.ravel()
 
     def _write_forest(self, plan: worker_pb2.StepPlan, page_size: int) -> None:
         stored = [s.chain for s in self._segments if s.chain is not None]
@@ -98,6 +118,9 @@ class StepRows:
         plan.node_parent = pack_int32(forest.node_parent)
         plan.node_page_indptr = pack_int32(forest.node_page_indptr)
         plan.node_pages = pack_int32(forest.node_pages)
+        if self.repeat > 1:  # each row has a leaf of its own
+            ahead = np.array([row.steps - 1 for row in self._decodes], np.int32)
+            forest.node_tokens[forest.chain_node] -= ahead
         plan.node_tokens = pack_int32(forest.node_tokens)
         num_decodes = len(self._decode_chains)
         nodes = [forest.chain_node[:num_decodes]]

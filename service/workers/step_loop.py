@@ -55,6 +55,7 @@ class _Sent:
     """A plan that the worker has not answered."""
 
     rows: int
+    steps: int  # of a burst
     since_s: float
     limit_s: float
 
@@ -75,12 +76,14 @@ class _Attached:
         return self.sent[0].since_s + self.sent[0].limit_s if self.sent else None
 
     def send(self, plan: worker_pb2.StepPlan, now: float) -> None:
-        rows = len(plan.token_ids) // INT32_BYTES
-        self.sent.append(_Sent(rows=rows, since_s=now, limit_s=self.watchdog.limit_s(rows)))
+        rows, steps = len(plan.token_ids) // INT32_BYTES, max(1, plan.repeat)
+        limit_s = self.watchdog.limit_s(rows, steps)
+        self.sent.append(_Sent(rows=rows, steps=steps, since_s=now, limit_s=limit_s))
         self.worker.send(plan)
 
     def answered(self, seconds: float, now: float) -> None:
-        self.watchdog.observe(self.sent.popleft().rows, seconds)
+        sent = self.sent.popleft()
+        self.watchdog.observe(sent.rows, seconds / sent.steps)
         if self.sent:
             self.sent[0].since_s = now
 
@@ -248,8 +251,9 @@ class StepLoop:
             return
         if now >= self._attached.overdue_s:
             sent = self._attached.sent[0]
+            what = "a step" if sent.steps == 1 else f"a burst of {sent.steps} steps"
             reason = (
-                f"a step of {sent.rows} rows is not answered after {now - sent.since_s:.1f} s, "
+                f"{what} of {sent.rows} rows is not answered after {now - sent.since_s:.1f} s, "
                 f"the limit is {sent.limit_s:.1f} s"
             )
             self._detach(NotReady(f"the worker hangs ({reason}); retry"), reason=reason)

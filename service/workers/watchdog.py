@@ -23,8 +23,9 @@ class Watchdog:
     def observe(self, rows: int, seconds: float) -> None:
         self._speed.observe(rows, seconds)
 
-    def limit_s(self, rows: int) -> float:
-        expected_s = self._speed.seconds(rows)
+    def limit_s(self, rows: int, steps: int = 1) -> float:
+        """Of a burst of so many steps."""
+        expected_s, most_s = self._speed.seconds(rows), steps * self._timeout.most_s
         if expected_s is None:
-            return self._timeout.most_s
-        return min(self._timeout.most_s, max(self._timeout.least_s, SLOWER * expected_s))
+            return most_s
+        return min(most_s, max(self._timeout.least_s, SLOWER * steps * expected_s))

@@ -121,6 +121,8 @@ def make_rig(
     max_queued_requests: int = 1024,
     max_queued_tokens: int = 1 << 20,
     max_queued_s: float = 600.0,
+    burst: int = 1,
+    max_burst_s: float = 10.0,
 ) -> Rig:
     facts = WorkerFacts(
         model="toy",
@@ -139,6 +141,7 @@ def make_rig(
         steps_in_flight=in_flight,
         has_lm_head=True,
         class_labels=tuple("abc"),
+        max_burst_steps=burst,
         kv_bytes_per_token=8,
     )
     bounds = BatcherLimits(
@@ -146,6 +149,7 @@ def make_rig(
         max_queued_requests=max_queued_requests,
         max_queued_tokens=max_queued_tokens,
         max_queued_s=max_queued_s,
+        max_burst_s=max_burst_s,
         tenants=tenants or {},
     )
     rig: Rig

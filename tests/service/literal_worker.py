@@ -1,6 +1,7 @@
 """A worker that executes plans literally and checks every promise of worker.proto."""
 
 import numpy as np
+from tests.service.burst_plans import joined, sub_steps
 from tests.service.toy_model import CLASSES, SEED, draw, extend, logits_of, logprobs_of
 
 from stemserve.proto.v1 import worker_pb2
@@ -76,6 +77,7 @@ class LiteralWorker:
 
     def __init__(self, kv_pages: int, max_rows: int) -> None:
         self.rows_run = 0
+        self.step_seconds = 0.01
         self.bad_states: set[int] = set()  # of rows whose logits are not finite
         self.trusting_from = 1  # earlier steps build on a failed one: what they read is not checked
         self._max_rows = max_rows
@@ -86,6 +88,11 @@ class LiteralWorker:
         self._checks = True
 
     def run(self, plan: worker_pb2.StepPlan) -> worker_pb2.StepResult:
+        if plan.repeat > 1:
+            return joined([self._run_step(step) for step in sub_steps(plan)], plan)
+        return self._run_step(plan)
+
+    def _run_step(self, plan: worker_pb2.StepPlan) -> worker_pb2.StepResult:
         self._checks = plan.step_id >= self.trusting_from
         arrays = StepArrays(plan)
         assert len(arrays.token_ids) <= self._max_rows
@@ -174,7 +181,7 @@ class LiteralWorker:
                 worker_pb2.GroupReport(phase=phase, kv_read_bytes=1000, kv_avoided_bytes=500)
                 for phase in ("prefill", "decode")
             ],
-            step_seconds=0.01,
+            step_seconds=self.step_seconds,
         )
 
     def _draw(self, plan: worker_pb2.StepPlan, states: list[int]) -> list[int]:

@@ -1,6 +1,7 @@
 """Random forests of jobs, in random company, equal the same jobs evaluated one by one."""
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from hypothesis import HealthCheck, example, given, settings
@@ -24,6 +25,7 @@ class Setting:
     jobs: int
     cancels: bool
     faults: bool
+    burst: int
 
 
 SETTINGS = st.builds(
@@ -36,6 +38,7 @@ SETTINGS = st.builds(
     jobs=st.integers(1, 10),
     cancels=st.booleans(),
     faults=st.booleans(),
+    burst=st.sampled_from([1, 2, 4, 8]),
 )
 
 
@@ -86,6 +89,14 @@ class Forest:
         return label_job(name, contexts, items, labels, of_item, classify=classify, **options)
 
 
+def known_rig(**options: Any) -> Rig:
+    """The speed of its decode steps is known, so that there are bursts from the start."""
+    rig = make_rig(**options)
+    rig.run(generate_job("first", [0], max_new_tokens=6))
+    rig.answers.clear()
+    return rig
+
+
 def run(rig: Rig, forest: Forest, jobs: list[Job], *, cancels: bool, faults: bool) -> set[str]:
     """Submit the jobs at random moments; returns those that were cancelled or refused."""
     dropped: set[str] = set()
@@ -131,11 +142,12 @@ def check(rig: Rig, jobs: list[Job], dropped: set[str], *, faults: bool) -> None
 @given(setting=SETTINGS)
 @settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 def test_any_company_gives_the_answers_of_one_by_one_evaluation(setting: Setting) -> None:
-    rig = make_rig(
+    rig = known_rig(
         pages=setting.pages,
         budget=setting.budget,
         slots=setting.slots,
         in_flight=setting.steps_in_flight,
+        burst=setting.burst,
     )
     forest = Forest(setting.seed, setting.pages)
     jobs = [forest.job(number) for number in range(setting.jobs)]
@@ -152,6 +164,7 @@ RESUMED_BEHIND_A_COPY = Setting(
     jobs=5,
     cancels=False,
     faults=False,
+    burst=1,
 )
 
 
@@ -176,10 +189,11 @@ def test_generations_that_outgrow_the_pool_end_as_if_they_were_alone(
     ]
     jobs.append(likelihood_job("score", [forest.sequence()], [forest.tokens(70)]))
     largest = max(generate_pages(job, 16) for job in jobs if isinstance(job, GenerateJob))
-    rig = make_rig(
+    rig = known_rig(
         pages=largest + spare_pages,
         budget=setting.budget,
         in_flight=setting.steps_in_flight,
+        burst=setting.burst,
     )
     dropped = run(rig, forest, jobs, cancels=setting.cancels, faults=setting.faults)
     check(rig, jobs, dropped, faults=setting.faults)

@@ -1,0 +1,42 @@
+"""How many decode steps go to the worker at once."""
+
+from stemserve.service.batching.step_speed import StepSpeed
+
+ONE_STEP = 1 << 30  # rows: each estimate is of one step
+
+
+class BurstSize:
+    """A burst spares the host what it does for each step, and delays whoever comes meanwhile."""
+
+    def __init__(self, max_steps: int, *, max_seconds: float) -> None:
+        self._max_steps = max_steps
+        self._max_seconds = max_seconds
+        self._speed = StepSpeed(max_step_tokens=ONE_STEP)
+        self._answered_s = 0.0
+
+    @property
+    def is_possible(self) -> bool:
+        return self._max_steps > 1
+
+    def observe(self, rows: int, steps: int, seconds: float, now: float) -> None:
+        """A burst, or a step, of decode rows was answered.
+
+        The worker counts from its launch, which may be before the end of the step before; then the
+        time since that one's answer is the better measure.
+        """
+        gap = now - self._answered_s
+        self._answered_s = now
+        self._speed.observe(rows, (min(seconds, gap) if gap > 0 else seconds) / steps)
+
+    def steps(self, rows: int, most_left: int) -> int:
+        """A power of two, or `most_left`: what the row with the longest way may still draw."""
+        seconds = self._speed.seconds(rows)
+        steps = 1
+        while (
+            seconds is not None
+            and steps < most_left
+            and 2 * steps <= self._max_steps
+            and 2 * steps * seconds <= self._max_seconds
+        ):
+            steps *= 2
+        return max(1, min(steps, most_left))

@@ -7,6 +7,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from stemserve.kernels.fused.heads import Heads
+from stemserve.worker.models.linear import Linear
 
 
 class PageWrites(Protocol):
@@ -88,6 +89,10 @@ class LayerOps(Protocol):
         into: Heads | None = None,  # where every layer's heads are put; None: somewhere new
     ) -> SplitHeads:
         """What all layers of a step share."""
+        ...
+
+    def linear(self, weight: Tensor, bias: Tensor | None = None) -> Linear:
+        """Of weights [out, in]."""
         ...
 
     def lm_head(self, weight: Tensor) -> LmHead:

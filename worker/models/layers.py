@@ -7,7 +7,6 @@ from torch import Tensor
 
 from stemserve.kernels.fused.heads import Heads
 from stemserve.worker.models.layer_ops import LayerOps, SplitHeads
-from stemserve.worker.models.linear import fastest_linear
 from stemserve.worker.models.model_config import ModelConfig
 from stemserve.worker.models.parameters import LayerWeights
 
@@ -38,10 +37,10 @@ class DecoderLayer:
     ) -> None:
         self._index = index
         self._ops = ops
-        self._qkv = fastest_linear(weights.qkv, weights.qkv_bias)
-        self._output = fastest_linear(weights.output, weights.output_bias)
-        self._gate_up = fastest_linear(weights.gate_up, weights.gate_up_bias)
-        self._down = fastest_linear(weights.down, weights.down_bias)
+        self._qkv = ops.linear(weights.qkv, weights.qkv_bias)
+        self._output = ops.linear(weights.output, weights.output_bias)
+        self._gate_up = ops.linear(weights.gate_up, weights.gate_up_bias)
+        self._down = ops.linear(weights.down, weights.down_bias)
         self._mlp_norm = weights.mlp_norm
         self._next_norm = next_norm
         self._qk_norm = _qk_norm(config, weights)

@@ -9,7 +9,7 @@ from torch import Tensor
 from stemserve.kernels.fused.heads import Heads
 from stemserve.worker.models.chunked_gather import ChunkedGather, rows_at_once
 from stemserve.worker.models.layer_ops import Gathered, Likeliest, PageWrites
-from stemserve.worker.models.linear import fastest_linear
+from stemserve.worker.models.linear import Linear, fastest_linear
 from stemserve.worker.models.model_config import ModelConfig
 from stemserve.worker.models.rope import RotaryEmbedding, Rotation, rotate
 
@@ -37,14 +37,17 @@ class TorchOps:
     ) -> "TorchHeads":
         return TorchHeads(self._config, self._rotary.rotation(positions), pages, into)
 
+    def linear(self, weight: Tensor, bias: Tensor | None = None) -> Linear:
+        return fastest_linear(weight, bias)
+
     def lm_head(self, weight: Tensor) -> "TorchLmHead":
-        return TorchLmHead(weight)
+        return TorchLmHead(fastest_linear(weight), rows_at_once(len(weight)))
 
 
 class TorchLmHead:
-    def __init__(self, weight: Tensor) -> None:
-        self._linear = fastest_linear(weight)
-        self._gather = ChunkedGather(self.logits, rows_at_once(len(weight)))
+    def __init__(self, linear: Linear, rows_at_once: int) -> None:
+        self._linear = linear
+        self._gather = ChunkedGather(self.logits, rows_at_once)
 
     def logits(self, hidden: Tensor) -> Tensor:
         return self._linear(hidden).float()
@@ -81,9 +84,7 @@ class TorchHeads:
         rotated, v = by_head.split_with_sizes(
             [config.query_heads + config.kv_heads, config.kv_heads], dim=1
         )
-        if norm is not None:
-            rotated = F.rms_norm(rotated, (config.head_dim,), eps=config.rms_eps) * norm
-        q, k = rotate(rotated, self._rotation).split_with_sizes(
+        q, k = self.turned(rotated, norm).split_with_sizes(
             [config.query_heads, config.kv_heads], dim=1
         )
         if self._pages is not None:
@@ -93,3 +94,17 @@ class TorchHeads:
         for place, values in zip(self._into, (q, k, v), strict=True):
             place.copy_(values)
         return self._into
+
+    def turned(
+        self,
+        heads: Tensor,  # [rows, query_heads + kv_heads, head_dim]
+        norm: Tensor | None,  # [query_heads + kv_heads, head_dim] gains
+    ) -> Tensor:
+        return turned_heads(heads, norm, self._rotation, self._config.rms_eps)
+
+
+def turned_heads(heads: Tensor, norm: Tensor | None, rotation: Rotation, eps: float) -> Tensor:
+    """Normed where the model does so, and rotated."""
+    if norm is not None:
+        heads = F.rms_norm(heads, heads.shape[-1:], eps=eps) * norm
+    return rotate(heads, rotation)

@@ -16,7 +16,6 @@ from stemserve.worker.models.layer_ops import (
     SplitHeads,
 )
 from stemserve.worker.models.layers import Attend, DecoderLayer
-from stemserve.worker.models.linear import DenseLinear
 from stemserve.worker.models.model_config import ModelConfig
 from stemserve.worker.models.parameters import ModelWeights
 
@@ -40,7 +39,7 @@ class Transformer:
             for index in range(config.num_layers)
         ]
         self._lm_head = None if weights.lm_head is None else ops.lm_head(weights.lm_head)
-        self._classifier = None if weights.classifier is None else DenseLinear(weights.classifier)
+        self._classifier = None if weights.classifier is None else ops.linear(weights.classifier)
 
     @property
     def has_lm_head(self) -> bool:

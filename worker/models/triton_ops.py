@@ -11,7 +11,9 @@ from stemserve.kernels.fused.fused_logits import FEW_ROWS, chosen_logprobs, has_
 from stemserve.kernels.fused.fused_norm import add_rms_norm, rms_norm
 from stemserve.kernels.fused.heads import Heads
 from stemserve.kernels.host_array import index_tensor
+from stemserve.worker.models.chunked_gather import rows_at_once
 from stemserve.worker.models.layer_ops import Gathered, Likeliest, LmHead, PageWrites
+from stemserve.worker.models.linear import DenseLinear, Linear
 from stemserve.worker.models.model_config import ModelConfig
 from stemserve.worker.models.rope import RotaryEmbedding
 from stemserve.worker.models.torch_ops import TorchLmHead
@@ -38,10 +40,13 @@ class TritonOps:
     ) -> "TritonHeads":
         return TritonHeads(self._transform, positions, pages, into)
 
+    def linear(self, weight: Tensor, bias: Tensor | None = None) -> Linear:
+        return DenseLinear(weight, bias)
+
     def lm_head(self, weight: Tensor) -> LmHead:
         # For float32 the library's product is the faster one.
         if weight.dtype == torch.float32 or not has_aligned_rows(weight):
-            return TorchLmHead(weight)
+            return TorchLmHead(DenseLinear(weight), rows_at_once(len(weight)))
         return FusedLmHead(weight)
 
 

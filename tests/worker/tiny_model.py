@@ -14,6 +14,7 @@ from stemserve.kernels.registry import strategies
 from stemserve.kernels.strategy import TORCH, Kernel
 from stemserve.worker.dispatch import Dispatcher
 from stemserve.worker.forward import Forward
+from stemserve.worker.graphs.capture import GraphCapture, run_again
 from stemserve.worker.kv_pool import KvPool, KvShape
 from stemserve.worker.models.loader import load_model
 from stemserve.worker.models.model_config import ModelConfig
@@ -102,15 +103,20 @@ def make_runner(
     page_size: int = 4,
     costs: CostTable = COSTS,
     device: torch.device = CPU,
+    buckets: Sequence[int] = (),
 ) -> TinyRunner:
+    """Steps that fit one of the buckets run by captured pieces."""
     model = load_model(folder, dtype=torch.float32, device=device)
     config = model.config
     pool = KvPool(kv_shape(config, page_size), device)
     limits = step_limits(page_size)
     sampler = Sampler(8, device)
     available = strategies(config.heads, device=device, dtype=torch.float32, costs=costs)
+    forward = Forward(model, pool, sampler, limits.max_step_tokens)
+    capture = run_again if device == CPU else GraphCapture(device)
+    assert sum(forward.capture(model, buckets, capture)) == sum(buckets)
     runner = ModelRunner(
-        Forward(model, pool, sampler, limits.max_step_tokens),
+        forward,
         pool,
         Dispatcher(available, costs, forced=forced),
         sampler,

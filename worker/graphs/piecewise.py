@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -19,6 +20,9 @@ from stemserve.worker.models.layer_ops import SplitHeads
 from stemserve.worker.models.layers import Attend
 from stemserve.worker.models.transformer import Transformer
 from stemserve.worker.step_inputs import StepInputs
+
+
+NOBODY = np.empty(0, np.int32)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,6 +84,7 @@ class PiecewiseModel:
             if self._static is None:
                 self._static = _static_rows(self._model, bucket)
             static = self._static.first(bucket)
+            self._inputs.put(NOBODY, NOBODY, NOBODY, bucket)  # captured work runs once, too
             works = self._works(static, bucket)
             self._pieces[bucket] = Pieces(static, [capture(work) for work in works])
             yield bucket

@@ -107,15 +107,8 @@ def decode_step(plan: worker_pb2.StepPlan, limits: StepLimits) -> Step:
     kind = decode_int32("segment_kind", plan.segment_kind)
     kernel = decode_int32("segment_kernel", plan.segment_kernel)
     layout = _decode_layout(plan, kind, limits, row_steps)
-    check_indptr("segment_indptr", layout.segment_indptr, len(kind), rows)
-    if (layout.segment_rows < 1).any():
-        raise BadPlan("segment_indptr has a segment without rows")
+    _check_segment_rows(layout, rows)
     check_segments(layout, kind, kernel)
-    if repeat > 1:
-        check_burst_rows(layout, positions, kv_slots, row_steps)
-        check_range("positions", positions + row_steps - 1, 0, limits.context_tokens)
-    else:
-        check_layout_rows(layout, positions, kv_slots)
     step = Step(
         step_id=plan.step_id,
         token_ids=token_ids,
@@ -132,8 +125,7 @@ def decode_step(plan: worker_pb2.StepPlan, limits: StepLimits) -> Step:
         repeat=repeat,
         row_steps=row_steps,
     )
-    if repeat > 1:
-        _check_burst_reads(step)
+    _check_places(step, limits)
     return step
 
 
@@ -154,7 +146,19 @@ def _check_rows(
     check_unique("kv_slots", kv_slots[kv_slots >= 0])
 
 
-def _check_burst_reads(step: Step) -> None:
+def _check_segment_rows(layout: AttentionLayout, rows: int) -> None:
+    check_indptr("segment_indptr", layout.segment_indptr, layout.num_segments, rows)
+    if (layout.segment_rows < 1).any():
+        raise BadPlan("segment_indptr has a segment without rows")
+
+
+def _check_places(step: Step, limits: StepLimits) -> None:
+    """Where rows are in their chains; what a burst may read."""
+    if step.repeat == 1:
+        check_layout_rows(step.layout, step.positions, step.kv_slots)
+        return
+    check_burst_rows(step.layout, step.positions, step.kv_slots, step.row_steps)
+    check_range("positions", step.positions + step.row_steps - 1, 0, limits.context_tokens)
     if len(step.gathers.rows) or len(step.classify_rows):
         raise BadPlan("gather_rows and classify_rows: a burst reads nothing but its samples")
     if not np.array_equal(step.samples.rows, np.arange(step.num_rows)):

@@ -27,7 +27,7 @@ class StepLimits:
     max_step_tokens: int
     has_lm_head: bool
     classes: int  # 0: no classification head
-    max_burst_steps: int = 1
+    max_burst_steps: int = 8
 
 
 def check_range(name: str, values: NDArray[np.integer], low: int, end: int) -> None:

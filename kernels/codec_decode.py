@@ -14,7 +14,7 @@ from stemserve.kernels.codec_hopper import MEASURED, HopperTree, hopper_takes
 from stemserve.kernels.codec_launch import LOG2E, DecodeNumbers, TritonTree, launch_shape
 from stemserve.kernels.codec_pieces import DEFAULT_COSTS, DEFAULT_DIVISION
 from stemserve.kernels.codec_planner import Planner
-from stemserve.kernels.codec_tables import DeviceTables, HostTables
+from stemserve.kernels.codec_tables import Capacity, DeviceTables, HostTables
 from stemserve.kernels.codec_tiles import STEP_TOKENS, TILE_ROWS
 from stemserve.kernels.eligibility import decode_refusal
 from stemserve.kernels.layout import AttentionLayout, HeadShape
@@ -137,18 +137,56 @@ class CodecDecode:
     def plan(self, layout: AttentionLayout) -> DecodePlan:
         host = self.planner.take(layout)
         tables = DeviceTables.make(host, self.device)
-        size = (self.shape.kv_heads, max(1, tables.capacity.partial_rows))
-        half = self.numbers.dtype == torch.float16
+        partial = self.partial(tables.capacity.partial_rows)
         return DecodePlan(
             tables=tables,
-            partial_out=torch.empty(
+            partial_out=partial.out,
+            partial_lse=partial.lse,
+            merges=host.merges,
+            on_hopper=host.paired,
+        )
+
+    def plan_at(
+        self,
+        buffer: Tensor,  # [table_size] int32, which somebody else fills
+        capacity: Capacity,
+        partial: AttentionState,  # of `partial`, for at least the capacity's partial rows
+        host: HostTables,  # of any layout
+    ) -> DecodePlan:
+        """Serves all plans that the capacity holds, of this planner and by the Triton kernel."""
+        return DecodePlan(
+            tables=DeviceTables.at(buffer, capacity, host, roomy=True),
+            partial_out=partial.out,
+            partial_lse=partial.lse,
+            merges=True,
+            on_hopper=False,
+        )
+
+    def partial(self, rows: int) -> AttentionState:
+        """Memory for partial results."""
+        size = (self.shape.kv_heads, max(1, rows))
+        half = self.numbers.dtype == torch.float16
+        return AttentionState(
+            torch.empty(
                 (*size, self.shape.head_dim),
                 dtype=torch.float16 if half else torch.float32,
                 device=self.device,
             ),
-            partial_lse=torch.empty(size, dtype=torch.float32, device=self.device),
-            merges=host.merges,
-            on_hopper=host.paired,
+            torch.empty(size, dtype=torch.float32, device=self.device),
+        )
+
+    def roomy_capacity(self, rows: int, pages: int) -> Capacity:
+        """Room for about any layout of so many rows, with so many pages in its streams."""
+        tiles = -(-rows // max(1, TILE_ROWS // self.shape.group * 3 // 4))
+        pieces = 2 * (self.bins + tiles)
+        return Capacity(
+            rows=rows,
+            records=self.bins + pieces,
+            pages=-(-pages // 64) * 64,
+            columns=-(-(self.bins + 8) // 8) * 8,
+            partial_rows=pieces * TILE_ROWS,
+            windowed=False,
+            items=False,
         )
 
     def replan(self, plan: DecodePlan, layout: AttentionLayout) -> bool:

@@ -56,6 +56,6 @@ SCORE_MODES = ("label_probabilities", "log_likelihood", "classification")
 PREFILL_PATHS = ("naive", "split", "ragged", "cascade", "multi_item", "custom_mask", "codec")
 DECODE_PATHS = ("paged", "cascade", "codec")
 OP_PATHS = (*product(("prefill",), PREFILL_PATHS), *product(("decode",), DECODE_PATHS))
-REASONS = ("cost_model", "forced", "fallback", "only")
+REASONS = ("cost_model", "forced", "fallback", "only", "graph")
 FALLBACK = "fallback"
 UNSUPPORTED = "unsupported"

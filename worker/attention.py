@@ -25,7 +25,7 @@ class PlannedGroup:
     plan: Any
     work: Work
     rows: _Rows  # of the step
-    clock: "_Clock"
+    clock: "Clock"
     is_timed: bool
 
 
@@ -78,7 +78,7 @@ def _on_device(rows: slice | np.ndarray[Any, Any], device: torch.device) -> _Row
     return rows if isinstance(rows, slice) else device_tensor(rows, device)
 
 
-class _Clock:
+class Clock:
     """Seconds spent inside its `with` blocks; this one does not look."""
 
     def __enter__(self) -> None:
@@ -91,7 +91,7 @@ class _Clock:
         return 0.0
 
 
-class _HostClock(_Clock):
+class _HostClock(Clock):
     def __init__(self) -> None:
         self._start = self._total = 0.0
 
@@ -105,7 +105,7 @@ class _HostClock(_Clock):
         return self._total
 
 
-class _CudaClock(_Clock):
+class _CudaClock(Clock):
     """Reads device time; `seconds` may be called once the device has passed the last block."""
 
     def __init__(self) -> None:
@@ -127,7 +127,7 @@ def _timing_event() -> torch.cuda.Event:
     return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
 
 
-def _clock(device: torch.device, timed: bool) -> _Clock:
+def _clock(device: torch.device, timed: bool) -> Clock:
     if not timed:
-        return _Clock()
+        return Clock()
     return _CudaClock() if device.type == "cuda" else _HostClock()

@@ -42,6 +42,7 @@ class Reason(StrEnum):
     # The forced kernel refused the layout, or the device lacks its library: the cost model chose.
     FALLBACK = "fallback"
     ONLY = "only"  # no other strategy takes the layout
+    GRAPH = "graph"  # the tree kernel, replayed in a captured graph: nobody chose
 
 
 class StrategyCosts(Protocol):

@@ -49,7 +49,7 @@ class KvPool:
     ) -> None:
         """`stored_layers`: fewer than the model has, which share them; for a trial."""
         layers = shape.layers if stored_layers is None else stored_layers
-        size = (layers, shape.pages, shape.page_size, shape.kv_heads, shape.head_dim)
+        size = (layers, shape.pages + 1, shape.page_size, shape.kv_heads, shape.head_dim)
         # Zeroed: whatever a kernel reads beyond a node's last token is finite.
         self._k = _zeros(size, shape.dtype, device)
         self._v = _zeros(size, shape.dtype, device)
@@ -58,10 +58,15 @@ class KvPool:
         self.shape = shape
         self.device = device
 
-    def k_pages(self, layer: int) -> Tensor:  # [pages, page_size, kv_heads, head_dim]
+    @property
+    def spare_page(self) -> int:
+        """One more than the shape has: never written, for rows that only fill up a batch."""
+        return self.shape.pages
+
+    def k_pages(self, layer: int) -> Tensor:  # [pages + 1, page_size, kv_heads, head_dim]
         return self._k[layer % len(self._k)]
 
-    def v_pages(self, layer: int) -> Tensor:  # [pages, page_size, kv_heads, head_dim]
+    def v_pages(self, layer: int) -> Tensor:  # [pages + 1, page_size, kv_heads, head_dim]
         return self._v[layer % len(self._v)]
 
     def write(

@@ -1,6 +1,7 @@
 """The next tokens: drawn from logits as each slot's parameters say."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Generator, Iterable, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import numpy as np
@@ -10,6 +11,7 @@ from torch import Tensor
 
 from stemserve.kernels.host_array import device_tensor, index_tensor
 from stemserve.kernels.layout import Int32
+from stemserve.kernels.sampling.slot_tables import SLOT, SlotTables
 from stemserve.worker.blobs import BadPlan
 from stemserve.worker.sampler_params import SamplerParams
 from stemserve.worker.step import Samples, Step
@@ -47,7 +49,7 @@ class Sampler:
     def __init__(self, slots: int, device: torch.device) -> None:
         self._params: list[SamplerParams | None] = [None] * slots
         self._has_token = np.zeros(slots, np.bool_)
-        self._last_token = torch.zeros(slots, dtype=torch.int64, device=device)
+        self.tables = SlotTables(slots, device)
         self._device = device
 
     def check(self, step: Step) -> None:
@@ -62,9 +64,23 @@ class Sampler:
             raise BadPlan(f"token_ids: no token was sampled into slot {slot} yet")
 
     def admit(self, samplers: Iterable[SamplerParams]) -> None:
-        for params in samplers:
+        new = tuple(samplers)
+        for params in new:
             self._params[params.slot] = params
             self._has_token[params.slot] = False
+        rows = [(p.temperature, p.top_k, p.top_p, p.min_p, 0, p.seed) for p in new]
+        self.tables.admit(np.asarray([p.slot for p in new], np.int64), np.array(rows, SLOT))
+
+    @contextmanager
+    def kept_on_error(self, samples: Samples) -> Generator[None]:
+        """An error inside takes back the tokens that were drawn inside."""
+        before = self.tables.last_token.clone() if len(samples.slots) else None
+        try:
+            yield
+        except Exception:
+            if before is not None:
+                self.tables.last_token.copy_(before)
+            raise
 
     def token_ids(self, token_ids: Int32) -> Tensor:  # [rows] int64
         """The step's token ids, with -1 - slot replaced by the slot's last token."""
@@ -72,13 +88,22 @@ class Sampler:
         rows = np.flatnonzero(token_ids < 0)
         if len(rows):
             slots = device_tensor(-1 - token_ids[rows].astype(np.int64), self._device)
-            ids[device_tensor(rows, self._device)] = self._last_token[slots]
+            ids[device_tensor(rows, self._device)] = self.tables.last_token[slots]
         return ids
 
     def takes_likeliest(self, samples: Samples) -> NDArray[np.bool_]:  # [samples]
         """Which samples are the most likely token, whatever the logits of the others."""
         pairs = zip(samples.slots.tolist(), samples.index.tolist(), strict=True)
         return np.array([_is_likeliest(self._known(slot), index) for slot, index in pairs], bool)
+
+    def is_plain(self, samples: Samples) -> NDArray[np.bool_]:  # [samples]
+        """Which samples the tables of the slots say all about."""
+        pairs = zip(samples.slots.tolist(), samples.index.tolist(), strict=True)
+        return np.array([_is_plain(self._known(slot), index) for slot, index in pairs], bool)
+
+    def drew(self, slots: Int32) -> None:
+        """The device put tokens into the slots."""
+        self._has_token[slots] = True
 
     def take(
         self,
@@ -129,8 +154,8 @@ class Sampler:
         )
 
     def _keep(self, tokens: Tensor, slots: Int32) -> None:
-        self._last_token[index_tensor(slots, self._device)] = tokens
-        self._has_token[slots] = True
+        self.tables.last_token[index_tensor(slots, self._device)] = tokens
+        self.drew(slots)
 
     def _known(self, slot: int) -> SamplerParams:
         params = self._params[slot]
@@ -140,10 +165,13 @@ class Sampler:
 
 
 def _is_likeliest(params: SamplerParams, index: int) -> bool:
+    return params.temperature <= GREEDY_TEMPERATURE and _is_plain(params, index)
+
+
+def _is_plain(params: SamplerParams, index: int) -> bool:
     banned = params.min_tokens_banned_ids if index < params.min_new_tokens else ()
-    return params.temperature <= GREEDY_TEMPERATURE and not (
-        len(params.bias_ids) or len(params.banned_ids) or len(banned) or params.top_logprobs
-    )
+    edited = len(params.bias_ids) or len(params.banned_ids) or len(banned)
+    return not (edited or params.top_logprobs)
 
 
 def _edit(logits: Tensor, params: Sequence[SamplerParams], index: Sequence[int]) -> None:

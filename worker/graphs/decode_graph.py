@@ -1,0 +1,98 @@
+"""A whole decode step as work for one number of rows: captured once, replayed for every step."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import StrEnum
+
+import torch
+from torch import Tensor
+
+from stemserve.kernels.attention_state import AttentionState, LayerKV
+from stemserve.kernels.codec_decode import CodecDecode
+from stemserve.kernels.codec_tables import HostTables
+from stemserve.kernels.fused.burst import RESULTS, BurstRows, advance, record
+from stemserve.kernels.sampling.draw import draw_tokens
+from stemserve.kernels.sampling.slot_tables import SlotTables
+from stemserve.worker.graphs.capture import Capture
+from stemserve.worker.graphs.padded_burst import InputsShape
+from stemserve.worker.kv_pool import KvPool
+from stemserve.worker.kv_writes import KvWrites
+from stemserve.worker.models.transformer import Transformer
+
+
+class Ending(StrEnum):
+    """What follows the final norm."""
+
+    LIKELIEST = "likeliest"  # of each row
+    DRAWN = "drawn"  # as each row's slot says
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DecodeParts:
+    """What the graphs of all numbers of rows have in common; nothing here ever moves."""
+
+    model: Transformer
+    pool: KvPool
+    codec: CodecDecode
+    slots: SlotTables
+    inputs: Tensor  # int32, of the largest InputsShape
+    rows: BurstRows  # of the most rows
+    results: Tensor  # int32 [steps * RESULTS * rows] of the most
+    partial: AttentionState  # of the most partial rows
+
+
+class DecodeGraph:
+    def __init__(self, parts: DecodeParts, shape: InputsShape, host: HostTables) -> None:
+        """`host`: the plan of any layout."""
+        burst = shape.burst
+        self.shape = shape
+        self.results = parts.results[: burst.steps * RESULTS * burst.rows].view(
+            burst.steps, RESULTS, burst.rows
+        )
+        self.hidden = torch.empty(0)  # [rows, hidden] after the final norm
+        self._parts = parts
+        self._rows = parts.rows.first(burst.rows)
+        tables = parts.inputs[burst.tables_at : shape.size]
+        self._plan = parts.codec.plan_at(tables, shape.tables, parts.partial, host)
+        self.advance: Callable[[], None] = self._to_hidden
+        self.end: dict[Ending, Callable[[], None]] = {}
+
+    def capture(self, capture: Capture) -> None:
+        """Afterwards `advance` and one of `end` are a decode step."""
+        self.advance = capture(self._to_hidden)
+        if self._parts.model.has_lm_head:
+            self.end[Ending.LIKELIEST] = capture(self._take_likeliest)
+            self.end[Ending.DRAWN] = capture(self._draw)
+
+    def _to_hidden(self) -> None:
+        parts, rows = self._parts, self._rows
+        advance(parts.inputs, self.shape.burst, parts.slots.last_token, rows)
+        pages = KvWrites(parts.pool, rows.kv_slots)
+        model = parts.model
+        self.hidden = model.hidden(rows.token_ids, rows.positions, self._attend, None, pages)
+
+    def _attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        pool = self._parts.pool
+        kv = LayerKV(pool.k_pages(layer), pool.v_pages(layer), k, v)
+        return self._parts.codec.run(self._plan, q, kv).out
+
+    def _take_likeliest(self) -> None:
+        self._record(*self._parts.model.likeliest(self.hidden))
+
+    def _draw(self) -> None:
+        parts, rows = self._parts, self._rows
+        logits = parts.model.logits(self.hidden)
+        drawn = draw_tokens(logits, parts.slots, rows.sample_slots, rows.sample_index)
+        self._record(drawn.tokens, drawn.logprobs)
+
+    def _record(self, tokens: Tensor, logprobs: Tensor) -> None:
+        parts = self._parts
+        record(
+            parts.inputs,
+            tokens,
+            logprobs,
+            self._rows.sample_slots,
+            parts.slots.last_token,
+            self.results,
+            parts.model.config.vocab_size,
+        )

@@ -1,0 +1,46 @@
+"""What the attention of replayed decode steps read: it is known from the plan, not timed."""
+
+from collections.abc import Iterator
+
+import numpy as np
+
+from stemserve.kernels.codec_decode import host_work
+from stemserve.kernels.codec_tables import HostTables
+from stemserve.kernels.strategy import Phase, Strategy
+from stemserve.worker.attention import Clock, PlannedGroup
+from stemserve.worker.dispatch import Choice, Reason
+from stemserve.worker.graphs.padded_burst import PaddedBurst
+from stemserve.worker.layout import AttentionGroup
+from stemserve.worker.result import GroupCost
+
+
+def group_costs(
+    burst: PaddedBurst,
+    host: HostTables,  # the plan of the last sub-step
+    strategy: Strategy,
+    bytes_per_token: int,
+) -> Iterator[GroupCost]:  # of each sub-step
+    layout = burst.own_layout
+    rows = slice(0, layout.num_rows)
+    choice = Choice(
+        group=AttentionGroup(phase=Phase.DECODE, layout=layout, rows=rows),
+        strategy=strategy,
+        reason=Reason.GRAPH,
+    )
+    planned = PlannedGroup(
+        choice=choice,
+        plan=None,
+        work=host_work(host),
+        rows=rows,
+        clock=Clock(),
+        is_timed=False,
+    )
+    read, alone = planned.work.kv_tokens_read, choice.group.kv_tokens_one_by_one
+    shorter = (burst.leaf_tokens[-1] - burst.leaf_tokens).sum(1, dtype=np.int64)
+    for missing in shorter.tolist():
+        yield GroupCost(
+            planned=planned,
+            predicted_seconds=0.0,
+            kv_read_bytes=(read - missing) * bytes_per_token,
+            kv_avoided_bytes=max(0, alone - read) * bytes_per_token,
+        )

@@ -1,0 +1,42 @@
+"""Arrays on their way to the device, from memory that the device reads while the host goes on."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from stemserve.kernels.layout import Int32
+
+BUFFERS = 3  # one more than there are steps in flight, so that nobody waits for one
+
+
+class Staging:
+    """Page-locked buffers in turn; on a CPU there is one, and a send is a copy."""
+
+    def __init__(self, size: int, device: torch.device) -> None:
+        on_gpu = device.type == "cuda"
+        count = BUFFERS if on_gpu else 1
+        self._buffers = [
+            torch.zeros(size, dtype=torch.int32, pin_memory=on_gpu) for _ in range(count)
+        ]
+        self._sent: list[torch.cuda.Event | None] = [None] * count
+        self._turn = 0
+
+    def take(self) -> Int32:  # [size]
+        """The next buffer, once the device has read what was in it."""
+        self._turn = (self._turn + 1) % len(self._buffers)
+        sent = self._sent[self._turn]
+        if sent is not None:
+            sent.synchronize()
+        buffer: Int32 = self._buffers[self._turn].numpy()
+        return buffer
+
+    def send(self, target: Tensor, parts: Sequence[slice]) -> None:
+        """Parts of the buffer that was taken last, to the same places of the target."""
+        buffer = self._buffers[self._turn]
+        for part in parts:
+            target[part].copy_(buffer[part], non_blocking=True)
+        if target.is_cuda:
+            event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            event.record()
+            self._sent[self._turn] = event

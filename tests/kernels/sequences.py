@@ -4,9 +4,8 @@ from collections.abc import Sequence
 
 import numpy as np
 import torch
-from torch import Tensor
-
 from tests.kernels.forests import Inputs
+from torch import Tensor
 
 from stemserve.kernels.attention_state import LayerKV
 from stemserve.kernels.layout import AttentionLayout, HeadShape, int32
@@ -56,7 +55,8 @@ class Sequences:
         stored = start if is_item else end
         kv = self._k[which], self._v[which]
         to.add_node(*(part[:stored] for part in kv))
-        to.add_segment(self._q[which][start:end], *(part[start:end] for part in kv), is_item)
+        q, k, v = (part[which][start:end] for part in (self._q, self._k, self._v))
+        to.add_segment(q, k, v, is_item)
 
 
 class _Builder:

@@ -1,5 +1,7 @@
 """The operations of a decoder layer in torch, so that a row's bits do not depend on the others."""
 
+from functools import partial
+
 import torch
 from torch import Tensor
 
@@ -22,7 +24,7 @@ class FixedTorchOps:
         self._checked: set[tuple[int, ...]] = set()
 
     def norm(self, x: Tensor, weight: Tensor) -> Tensor:
-        return by_blocks(lambda rows: self._plain.norm(rows, weight), x)
+        return by_blocks(partial(self._plain.norm, weight=weight), x)
 
     def add_norm(self, x: Tensor, residual: Tensor, weight: Tensor) -> Tensor:
         residual += x
@@ -50,9 +52,7 @@ class FixedTorchOps:
 
 class FixedTorchHeads(TorchHeads):
     def turned(self, heads: Tensor, norm: Tensor | None) -> Tensor:
-        eps = self._config.rms_eps
-        return by_blocks(
-            lambda rows, cos, sin: turned_heads(rows, norm, Rotation(cos, sin), eps),
-            heads,
-            *self._rotation,
-        )
+        def turn(rows: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+            return turned_heads(rows, norm, Rotation(cos, sin), self._config.rms_eps)
+
+        return by_blocks(turn, heads, *self._rotation)

@@ -1,0 +1,30 @@
+"""The strategies of deterministic attention: one for each phase."""
+
+from collections.abc import Sequence
+
+import torch
+
+from stemserve.kernels.fixed.fixed_blocks import FixedBlocks
+from stemserve.kernels.layout import HeadShape
+from stemserve.kernels.strategy import Phase, Strategy
+
+# Of a row's tokens in each partial result: the fastest for most trees (docs/log.md).
+FIXED_SPLIT = 2048
+
+
+def fixed_strategies(
+    shape: HeadShape, device: torch.device, dtype: torch.dtype
+) -> Sequence[Strategy]:
+    if device.type != "cuda":
+        return [FixedBlocks(shape, device, phase) for phase in Phase]
+    # Here, so that a host without a GPU does without Triton.
+    from stemserve.kernels.codec_decode import CodecDecode, DecodeNumbers
+    from stemserve.kernels.codec_division import Division
+    from stemserve.kernels.fixed.fixed_tree import FixedTree
+
+    numbers, division = DecodeNumbers(dtype=dtype), Division(fixed_split=FIXED_SPLIT)
+    prefill, decode = (
+        CodecDecode(shape, device, numbers, phase=phase, division=division)
+        for phase in (Phase.PREFILL, Phase.DECODE)
+    )
+    return FixedTree(prefill), decode

@@ -1,0 +1,78 @@
+"""The operations of a decoder layer on a CUDA device, so that a row's bits do not depend on others.
+
+The fused kernels have a program a row, or more; what is left are the matrix products.
+"""
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from stemserve.kernels.fixed.fixed_product import fixed_product
+from stemserve.kernels.fused.fused_logits import (
+    FLOAT32,
+    MANY_ROWS,
+    chosen_logprobs,
+    has_aligned_rows,
+)
+from stemserve.kernels.host_array import index_tensor
+from stemserve.kernels.sampling.draw import draw_tokens
+from stemserve.kernels.sampling.slot_tables import SlotTables
+from stemserve.worker.models.errors import ModelError
+from stemserve.worker.models.layer_ops import Gathered, Likeliest
+from stemserve.worker.models.triton_ops import TritonOps
+
+
+class FixedTritonOps(TritonOps):
+    def linear(self, weight: Tensor, bias: Tensor | None = None) -> "FixedLinear":
+        return FixedLinear(weight, bias)
+
+    def lm_head(self, weight: Tensor) -> "FixedLmHead":
+        return FixedLmHead(weight)
+
+
+class FixedLinear:
+    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
+        if not has_aligned_rows(weight):
+            raise ModelError(
+                f"rows of {weight.shape[1]} weights of {weight.dtype} do not start at multiples of "
+                "16 bytes: no deterministic matrix products"
+            )
+        self._weight = weight  # [out, in]
+        self._bias = bias
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return fixed_product(x, self._weight, self._bias)
+
+
+class FixedLmHead:
+    """Logits are float32 sums, not rounded in between."""
+
+    def __init__(self, weight: Tensor) -> None:
+        self._weight = weight  # [vocab, hidden]
+        self._tile = FLOAT32 if weight.dtype == torch.float32 else MANY_ROWS
+        self._greedy = SlotTables(0, weight.device)  # of the spare slot alone
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        return fixed_product(hidden, self._weight, out_dtype=torch.float32)
+
+    def likeliest(self, hidden: Tensor) -> Likeliest:
+        """As it is drawn beside samples that are not greedy."""
+        slots = torch.zeros(len(hidden), dtype=torch.int64, device=hidden.device)
+        drawn = draw_tokens(self.logits(hidden), self._greedy, slots, slots)
+        return Likeliest(drawn.tokens, drawn.logprobs)
+
+    def gather(
+        self,
+        hidden: Tensor,  # [rows, hidden]
+        rows: NDArray[np.integer],  # [chosen]
+        tokens: NDArray[np.integer],  # [chosen]
+    ) -> Gathered:
+        if not len(tokens):
+            found = self.likeliest(hidden)
+            failed = ~found.logprobs.isfinite()
+            return Gathered(found.logprobs[:0], found.tokens, found.logprobs, failed)
+        at = index_tensor(np.stack((rows, tokens)), hidden.device)
+        chosen = chosen_logprobs(hidden, self._weight, at[0], at[1], self._tile)
+        failed = ~chosen.lse.isfinite()
+        return Gathered(chosen.logprobs, chosen.argmax, chosen.likeliest, failed)

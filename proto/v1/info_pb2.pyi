@@ -46,6 +46,7 @@ class GetModelResponse(google.protobuf.message.Message):
     HAS_LM_HEAD_FIELD_NUMBER: builtins.int
     CLASS_LABELS_FIELD_NUMBER: builtins.int
     VERSION_FIELD_NUMBER: builtins.int
+    DETERMINISTIC_FIELD_NUMBER: builtins.int
     model: builtins.str
     architecture: builtins.str
     dtype: builtins.str
@@ -59,6 +60,8 @@ class GetModelResponse(google.protobuf.message.Message):
     has_lm_head: builtins.bool
     version: builtins.str
     """of stemserve"""
+    deterministic: builtins.bool
+    """Results are the same bits whatever runs beside them and whatever is cached."""
     @property
     def class_labels(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
         """of the classification head; empty without one"""
@@ -79,8 +82,9 @@ class GetModelResponse(google.protobuf.message.Message):
         has_lm_head: builtins.bool = ...,
         class_labels: collections.abc.Iterable[builtins.str] | None = ...,
         version: builtins.str = ...,
+        deterministic: builtins.bool = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["architecture", b"architecture", "class_labels", b"class_labels", "context_tokens", b"context_tokens", "device", b"device", "dtype", b"dtype", "has_lm_head", b"has_lm_head", "head_dim", b"head_dim", "kv_heads", b"kv_heads", "layers", b"layers", "model", b"model", "query_heads", b"query_heads", "version", b"version", "vocab_size", b"vocab_size"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["architecture", b"architecture", "class_labels", b"class_labels", "context_tokens", b"context_tokens", "deterministic", b"deterministic", "device", b"device", "dtype", b"dtype", "has_lm_head", b"has_lm_head", "head_dim", b"head_dim", "kv_heads", b"kv_heads", "layers", b"layers", "model", b"model", "query_heads", b"query_heads", "version", b"version", "vocab_size", b"vocab_size"]) -> None: ...
 
 Global___GetModelResponse: typing_extensions.TypeAlias = GetModelResponse
 

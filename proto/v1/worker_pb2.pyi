@@ -79,6 +79,7 @@ class DescribeResponse(google.protobuf.message.Message):
     COST_TABLE_JSON_FIELD_NUMBER: builtins.int
     MAX_BURST_STEPS_FIELD_NUMBER: builtins.int
     KV_DTYPE_FIELD_NUMBER: builtins.int
+    DETERMINISTIC_FIELD_NUMBER: builtins.int
     model: builtins.str
     architecture: builtins.str
     dtype: builtins.str
@@ -103,6 +104,8 @@ class DescribeResponse(google.protobuf.message.Message):
     """largest StepPlan.repeat; 0 is 1"""
     kv_dtype: builtins.str
     """of the numbers in the pages"""
+    deterministic: builtins.bool
+    """results do not depend on what runs beside them, or on the cache"""
     @property
     def class_labels(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]: ...
     def __init__(
@@ -128,8 +131,9 @@ class DescribeResponse(google.protobuf.message.Message):
         cost_table_json: builtins.str = ...,
         max_burst_steps: builtins.int = ...,
         kv_dtype: builtins.str = ...,
+        deterministic: builtins.bool = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["architecture", b"architecture", "class_labels", b"class_labels", "context_tokens", b"context_tokens", "cost_table_json", b"cost_table_json", "device", b"device", "dtype", b"dtype", "has_lm_head", b"has_lm_head", "head_dim", b"head_dim", "kv_bytes_per_token", b"kv_bytes_per_token", "kv_dtype", b"kv_dtype", "kv_heads", b"kv_heads", "kv_pages", b"kv_pages", "layers", b"layers", "max_burst_steps", b"max_burst_steps", "model", b"model", "page_size", b"page_size", "query_heads", b"query_heads", "sampler_slots", b"sampler_slots", "steps_in_flight", b"steps_in_flight", "vocab_size", b"vocab_size"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["architecture", b"architecture", "class_labels", b"class_labels", "context_tokens", b"context_tokens", "cost_table_json", b"cost_table_json", "deterministic", b"deterministic", "device", b"device", "dtype", b"dtype", "has_lm_head", b"has_lm_head", "head_dim", b"head_dim", "kv_bytes_per_token", b"kv_bytes_per_token", "kv_dtype", b"kv_dtype", "kv_heads", b"kv_heads", "kv_pages", b"kv_pages", "layers", b"layers", "max_burst_steps", b"max_burst_steps", "model", b"model", "page_size", b"page_size", "query_heads", b"query_heads", "sampler_slots", b"sampler_slots", "steps_in_flight", b"steps_in_flight", "vocab_size", b"vocab_size"]) -> None: ...
 
 Global___DescribeResponse: typing_extensions.TypeAlias = DescribeResponse
 

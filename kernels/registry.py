@@ -9,6 +9,7 @@ import torch
 from stemserve.kernels.codec import CodecAttention
 from stemserve.kernels.codec_division import PieceCosts
 from stemserve.kernels.codec_plan import CodecLimits
+from stemserve.kernels.fixed.fixed_registry import fixed_strategies
 from stemserve.kernels.layout import HeadShape
 from stemserve.kernels.pricing.cost_model import Costs, CostTable
 from stemserve.kernels.strategy import Kernel, Phase, Strategy
@@ -27,6 +28,12 @@ log = logging.getLogger(__name__)
 class StrategySet:
     strategies: dict[tuple[Phase, Kernel], Strategy]
     lacking: str | None  # why torch's paths run where the device could do better; None: they do not
+    withheld: frozenset[tuple[Phase, Kernel]] = frozenset()  # left out, as results depend on batches
+
+
+PREFILL = (Kernel.NAIVE, Kernel.SPLIT, Kernel.RAGGED, Kernel.MULTI_ITEM, Kernel.CUSTOM_MASK)
+DECODE = (Kernel.PAGED,)
+BOTH = (Kernel.CASCADE, Kernel.CODEC)
 
 
 def strategies(
@@ -73,6 +80,14 @@ def strategy_set(
         strategies={(strategy.phase, strategy.kernel): strategy for strategy in available},
         lacking=lacking,
     )
+
+
+def deterministic_set(shape: HeadShape, *, device: torch.device, dtype: torch.dtype) -> StrategySet:
+    """One strategy for each phase, whose results do not depend on the rest of the batch."""
+    known = {(of.phase, of.kernel): of for of in fixed_strategies(shape, device, dtype)}
+    every = [(Phase.PREFILL, kernel) for kernel in PREFILL + BOTH]
+    every += [(Phase.DECODE, kernel) for kernel in DECODE + BOTH]
+    return StrategySet(strategies=known, lacking=None, withheld=frozenset(every) - known.keys())
 
 
 def _flashinfer(

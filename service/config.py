@@ -123,6 +123,7 @@ class WorkerConfig:
     page_size: int | None = None
     threads: int | None = None
     kernel: str | None = None  # forces one attention strategy, for debugging
+    deterministic: bool = False  # results do not depend on what runs beside them, or on the cache
     cost_table: Path | None = None  # what `stemserve calibrate` wrote
     # A worker that takes ten times as long as expected for a step is replaced, within these bounds.
     step_timeout_least_s: float = 10.0
@@ -142,6 +143,8 @@ class WorkerConfig:
         for name, value in counts.items():
             if value is not None and value < 1:
                 raise ConfigError(f"{name} {value} must be at least 1")
+        if self.deterministic and self.kernel is not None:
+            raise ConfigError("deterministic has its own attention; give it without kernel")
         if self.kv_pages is not None and self.kv_memory is not None:
             raise ConfigError("give kv_pages or kv_memory, not both")
         self._check_tls()
@@ -183,7 +186,7 @@ class WorkerConfig:
         for option, value in options.items():
             if value is not None:
                 words += [option, str(value)]
-        return words
+        return words + ["--deterministic"] * self.deterministic
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -211,6 +211,7 @@ class WorkerFacts:
     class_labels: tuple[str, ...]
     kv_bytes_per_token: int
     max_burst_steps: int = 1  # decode steps that may be sent at once
+    deterministic: bool = False  # results do not depend on what runs beside them, or on the cache
     cost_table_json: str = field(default="", repr=False)
 
 

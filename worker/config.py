@@ -57,6 +57,7 @@ class WorkerConfig:
     sampler_slots: int
     max_burst_steps: int | None  # None: by the device
     kernel: Kernel | None
+    deterministic: bool
     cost_table: Path | None
     parent_fd: int | None
     log_level: str
@@ -69,6 +70,8 @@ class WorkerConfig:
             raise ConfigError(f"--listen {self.listen!r} is neither unix:/path nor host:port")
         if not self.model.exists():
             raise ConfigError(f"--model {self.model} does not exist")
+        if self.deterministic and self.kernel is not None:
+            raise ConfigError("--deterministic has its own attention; it goes without --kernel")
         if self.cost_table is not None and not self.cost_table.is_file():
             raise ConfigError(f"--cost-table {self.cost_table} is not a file")
 
@@ -219,6 +222,11 @@ def _add_kernels(parser: argparse.ArgumentParser) -> None:
         choices=list(Kernel),
         metavar="NAME",
         help=f"use this strategy wherever it can run, for debugging: {', '.join(Kernel)}",
+    )
+    group.add_argument(
+        "--deterministic",
+        action="store_true",
+        help="results that do not depend, bit for bit, on what runs beside them or on the cache",
     )
     group.add_argument(
         "--cost-table",

@@ -39,7 +39,8 @@ KERNELS = {int(code): kernel for kernel, code in KERNEL_CODES.items()}
 class Reason(StrEnum):
     COST_MODEL = "cost_model"
     FORCED = "forced"
-    # The forced kernel refused the layout, or the device lacks its library: the cost model chose.
+    # The forced kernel refused the layout, is withheld, or the device lacks its library: the cost
+    # model chose.
     FALLBACK = "fallback"
     ONLY = "only"  # no other strategy takes the layout
     GRAPH = "graph"  # the tree kernel, replayed in a captured graph: nobody chose
@@ -94,9 +95,11 @@ class Dispatcher:
         *,
         forced: Kernel | None,
         lacking: str | None = None,
+        withheld: Collection[tuple[Phase, Kernel]] = (),
         replayed: Collection[Phase] = (Phase.DECODE,),
     ) -> None:
         """`lacking`: why torch's paths stand in for faster ones; then they are fallbacks.
+        `withheld`: strategies that are left out on purpose; to be forced to one is a fallback too.
 
         `replayed`: phases whose launches a CUDA graph replays, so that the host's time is nothing.
         """
@@ -104,6 +107,7 @@ class Dispatcher:
         self._costs = costs
         self._forced = forced
         self._lacking = lacking
+        self._withheld = frozenset(withheld)
         self._replayed = frozenset(replayed)
         self._choices: dict[Signature, _Verdict | None] = {}
         self._fallbacks_logged: set[str] = set()
@@ -211,6 +215,9 @@ class Dispatcher:
     def _decide(self, candidate: Candidate, layout: AttentionLayout) -> _Verdict:
         phase = candidate.phase
         forced = KERNELS.get(candidate.forced, self._forced)
+        if forced and (phase, forced) in self._withheld:
+            self._log_fallback(forced, "its results depend on the batch")
+            return self._cheapest(phase, layout)[0], Reason.FALLBACK
         # A kernel of the other phase leaves this one to the cost model.
         strategy = self._strategies.get((phase, forced)) if forced else None
         if strategy is None:
@@ -218,7 +225,7 @@ class Dispatcher:
         refusal = strategy.refusal(layout)
         if refusal is None:
             return strategy.kernel, Reason.FORCED
-        self._log_fallback(strategy, refusal)
+        self._log_fallback(strategy.kernel, refusal)
         return self._cheapest(phase, layout)[0], Reason.FALLBACK
 
     def _cheapest(self, phase: Phase, layout: AttentionLayout) -> _Verdict:
@@ -265,8 +272,8 @@ class Dispatcher:
             on_torch=all(part.engine == TORCH for part in work.parts),
         )
 
-    def _log_fallback(self, strategy: Strategy, refusal: str) -> None:
-        message = f"forced kernel {strategy.kernel} cannot run ({refusal})"
+    def _log_fallback(self, kernel: Kernel, refusal: str) -> None:
+        message = f"forced kernel {kernel} cannot run ({refusal})"
         level = logging.DEBUG if message in self._fallbacks_logged else logging.WARNING
         log.log(level, "%s; the cost model chooses", message)
         if len(self._fallbacks_logged) < CHOICES_KEPT:

@@ -91,11 +91,13 @@ class Scorer:
         vocab_size: int,
         device: torch.device,
         buffer_bytes: int = LOGIT_BUFFER_BYTES,
+        draws_at_once: int | None = None,  # None: as many as rows
     ) -> None:
         self._heads = heads
         self._sampler = sampler
         self._device = device
         self._rows_at_once = rows_at_once(vocab_size, buffer_bytes)
+        self._draws_at_once = draws_at_once or self._rows_at_once
 
     def read(
         self,
@@ -146,8 +148,8 @@ class Scorer:
             logprobs = logits.log_softmax(-1)
             reading = between(at, start, start + len(logits))
             # Many samples may share a row, and each has its own copy of it.
-            for first in range(0, len(reading), self._rows_at_once):
-                now = reading[first : first + self._rows_at_once]
+            for first in range(0, len(reading), self._draws_at_once):
+                now = reading[first : first + self._draws_at_once]
                 rows, some = index_tensor(at[now] - start, self._device), samples[now]
                 slots, index = step.samples.slots[some], step.samples.index[some]
                 yield some, self._sampler.draw(logits[rows], logprobs[rows], slots, index)

@@ -11,7 +11,7 @@ import torch
 
 from stemserve.kernels.pricing.cost_model import CostTable
 from stemserve.kernels.pricing.cost_table_file import tables_json
-from stemserve.kernels.registry import StrategySet, strategy_set
+from stemserve.kernels.registry import StrategySet, deterministic_set, strategy_set
 from stemserve.proto.v1 import worker_pb2
 from stemserve.worker.config import GPU_BURST_STEPS, ConfigError, Device, Dtype, WorkerConfig
 from stemserve.worker.costs import device_costs
@@ -20,7 +20,7 @@ from stemserve.worker.forward import Forward
 from stemserve.worker.kv_pool import KvPool, KvShape
 from stemserve.worker.memory import MIB, cpu_kv_room, is_shortage, kv_pages
 from stemserve.worker.memory_trial import MakeRunner, measure_memory
-from stemserve.worker.models.loader import load_model
+from stemserve.worker.models.loader import fixed_ops, load_model
 from stemserve.worker.models.transformer import Transformer
 from stemserve.worker.models.weights import Progress
 from stemserve.worker.runner import ModelRunner
@@ -56,7 +56,7 @@ def make_parts(config: WorkerConfig, progress: Progress, check: Callable[[], Non
     model = _load(config, device, progress)
     heads = model.config.heads
     costs = device_costs(config.cost_table, heads, model.dtype, device, _checking(check))
-    available = strategy_set(heads, device=device, dtype=model.dtype, costs=costs)
+    available = _strategies(config, model, costs)
     make_runner = partial(_make_runner, config, model, available, costs)
     shape = _kv_shape(config, model, make_runner)
     limits = _limits(config, model, shape)
@@ -79,11 +79,27 @@ def _make_runner(
         costs,
         forced=config.kernel,
         lacking=available.lacking,
+        withheld=available.withheld,
         replayed=(),  # the layers of a step are launched one by one
     )
-    scorer = Scorer(model, sampler, vocab_size=limits.vocab_size, device=model.device)
+    # One by one on a CPU, where reductions of a single row and of several differ.
+    draws = 1 if config.deterministic and model.device.type == "cpu" else None
+    scorer = Scorer(
+        model,
+        sampler,
+        vocab_size=limits.vocab_size,
+        device=model.device,
+        draws_at_once=draws,
+    )
     forward = Forward(model, pool, sampler, limits.max_step_tokens)
     return ModelRunner(forward, pool, dispatcher, sampler, scorer, limits)
+
+
+def _strategies(config: WorkerConfig, model: Transformer, costs: CostTable) -> StrategySet:
+    heads, device, dtype = model.config.heads, model.device, model.dtype
+    if config.deterministic:
+        return deterministic_set(heads, device=device, dtype=dtype)
+    return strategy_set(heads, device=device, dtype=dtype, costs=costs)
 
 
 def _load(config: WorkerConfig, device: torch.device, progress: Progress) -> Transformer:
@@ -94,6 +110,7 @@ def _load(config: WorkerConfig, device: torch.device, progress: Progress) -> Tra
             dtype=pick_dtype(config.dtype, device),
             device=device,
             progress=progress,
+            make_ops=fixed_ops if config.deterministic else None,
         )
     except Exception as error:
         if is_shortage(error):
@@ -221,6 +238,7 @@ def _facts(
         kv_bytes_per_token=kv.bytes_per_token,
         cost_table_json=tables_json([costs]),
         max_burst_steps=_burst_steps(config, model.device),
+        deterministic=config.deterministic,
     )
 
 

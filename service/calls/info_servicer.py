@@ -56,6 +56,7 @@ class InfoServicer(info_pb2_grpc.InfoServicer):
             has_lm_head=facts.has_lm_head,
             class_labels=facts.class_labels,
             version=self._version,
+            deterministic=facts.deterministic,
         )
 
     async def GetLimits(

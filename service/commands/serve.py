@@ -48,6 +48,7 @@ KEYS: Mapping[str, str] = {  # of the configuration, by the parameter of `serve`
     "page_size": "worker.page_size",
     "threads": "worker.threads",
     "kernel": "worker.kernel",
+    "deterministic": "worker.deterministic",
     "cost_table": "worker.cost_table",
     "max_step_tokens": "limits.max_step_tokens",
     "max_queued_requests": "limits.max_queued_requests",
@@ -138,6 +139,13 @@ def serve(
     kernel: Annotated[
         str | None, _worker(_choices(KERNELS, "Force an attention strategy, for debugging. "))
     ] = None,
+    deterministic: Annotated[
+        bool,
+        _worker(
+            "Results that do not depend, bit for bit, on what runs beside them or on the cache. "
+            "Slower; see docs/operations.md."
+        ),
+    ] = False,
     cost_table: Annotated[
         Path | None, _worker("Costs of attention that stemserve calibrate measured.")
     ] = None,
@@ -211,7 +219,8 @@ def _progress(line: str) -> None:
 def _ready_line(ready: Ready) -> str:
     facts, ports = ready.facts, ready.ports
     return (
-        f"stemserve is ready: {facts.model} ({facts.dtype}) on {facts.device}, "
+        f"stemserve is ready: {facts.model} ({facts.dtype}{', deterministic' * facts.deterministic}) "
+        f"on {facts.device}, "
         f"gRPC {ports.host}:{ports.port}, health {ports.health_port}, "
         f"metrics {ready.metrics_port}"
     )

@@ -163,5 +163,6 @@ def _facts(described: worker_pb2.DescribeResponse) -> WorkerFacts:
         class_labels=tuple(described.class_labels),
         kv_bytes_per_token=described.kv_bytes_per_token,
         max_burst_steps=max(1, described.max_burst_steps),
+        deterministic=described.deterministic,
         cost_table_json=described.cost_table_json,
     )

@@ -9,6 +9,7 @@ import torch
 
 from stemserve.worker.models.dummy_weights import fill_with_random
 from stemserve.worker.models.errors import ConfigError
+from stemserve.worker.models.fixed_torch_ops import FixedTorchOps
 from stemserve.worker.models.gguf_config import read_gguf_config
 from stemserve.worker.models.gguf_file import GgufFile
 from stemserve.worker.models.hf_config import read_hf_config
@@ -83,6 +84,15 @@ def fastest_ops(config: ModelConfig, device: torch.device) -> LayerOps:
     from stemserve.worker.models.triton_ops import TritonOps
 
     return TritonOps(config, device)
+
+
+def fixed_ops(config: ModelConfig, device: torch.device) -> LayerOps:
+    """Those whose results for a row do not depend on the other rows."""
+    if device.type != "cuda":
+        return FixedTorchOps(config, device)
+    from stemserve.worker.models.fixed_triton_ops import FixedTritonOps
+
+    return FixedTritonOps(config, device)
 
 
 def read_model_config(path: Path) -> ModelConfig:

@@ -18,6 +18,7 @@ OTHER_BASE = 10  # steps that the other bin's ring of stages holds before them
 LEAST_SHARED = 4  # steps for which it pays
 WIDE_TOKENS = 48  # cost of a step of a wide node that two bins read together (H200)
 LEAST_SHARE = 0.22  # of all steps: with fewer shared the Triton kernel is as fast (H200)
+LEAST_STEPS = 9  # of the longest bin: in shorter ones the kernel's start outweighs what it saves
 
 
 class _Tables:
@@ -117,6 +118,8 @@ def _share(tables: _Tables, pair: list[list[int]], table: Int32, at: dict[int, i
 
 def shares_enough(host: HostTables) -> bool:
     steps = int(host.pieces.steps.sum())
+    if np.bincount(host.pieces.bin, host.pieces.steps).max(initial=0) < LEAST_STEPS:
+        return False
     return int(host.records[:, SHARED].sum()) >= LEAST_SHARE * max(1, steps)
 
 

@@ -28,7 +28,8 @@ log = logging.getLogger(__name__)
 class StrategySet:
     strategies: dict[tuple[Phase, Kernel], Strategy]
     lacking: str | None  # why torch's paths run where the device could do better; None: they do not
-    withheld: frozenset[tuple[Phase, Kernel]] = frozenset()  # left out, as results depend on batches
+    # Left out, because their results depend on the batch.
+    withheld: frozenset[tuple[Phase, Kernel]] = frozenset()
 
 
 PREFILL = (Kernel.NAIVE, Kernel.SPLIT, Kernel.RAGGED, Kernel.MULTI_ITEM, Kernel.CUSTOM_MASK)

@@ -37,6 +37,7 @@ KEYS: Mapping[str, str] = {  # of the configuration, by the parameter of `serve`
     "port": "server.port",
     "health_port": "server.health_port",
     "metrics_port": "server.metrics_port",
+    "admin_port": "server.admin_port",
     "drain_seconds": "server.drain_s",
     "drain_delay_seconds": "server.drain_delay_s",
     "worker": "worker.address",
@@ -105,6 +106,10 @@ def serve(
     port: Annotated[int, _server("gRPC: all services, health and reflection.")] = 50051,
     health_port: Annotated[int, _server("gRPC health only, plaintext, for probes.")] = 50052,
     metrics_port: Annotated[int, _server("Prometheus metrics, over HTTP.")] = 9400,
+    admin_port: Annotated[
+        int | None,
+        _server("gRPC of the Admin service, plaintext, on 127.0.0.1 only.", show_default="off"),
+    ] = None,
     drain_seconds: Annotated[
         float, _server("After SIGTERM, how long running calls may take to finish.")
     ] = _DEFAULTS.server.drain_s,
@@ -218,11 +223,12 @@ def _progress(line: str) -> None:
 
 def _ready_line(ready: Ready) -> str:
     facts, ports = ready.facts, ready.ports
+    kind = f"{facts.dtype}, deterministic" if facts.deterministic else facts.dtype
     return (
-        f"stemserve is ready: {facts.model} ({facts.dtype}{', deterministic' * facts.deterministic}) "
-        f"on {facts.device}, "
+        f"stemserve is ready: {facts.model} ({kind}) on {facts.device}, "
         f"gRPC {ports.host}:{ports.port}, health {ports.health_port}, "
         f"metrics {ready.metrics_port}"
+        + ("" if ready.admin_port is None else f", admin {ready.admin_port}")
     )
 
 

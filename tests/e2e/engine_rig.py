@@ -61,7 +61,12 @@ class InProcessWorker:
 
 
 def start_worker(
-    model: Path, *, kv_pages: int, device: str = "cpu", dtype: str = "float32"
+    model: Path,
+    *,
+    kv_pages: int,
+    device: str = "cpu",
+    dtype: str = "float32",
+    flags: Sequence[str] = (),
 ) -> InProcessWorker:
     options = {
         "--listen": "unix:/unused",
@@ -72,7 +77,7 @@ def start_worker(
         "--kv-pages": kv_pages,
         "--cost-table": COST_TABLE,
     }
-    words = [str(word) for pair in options.items() for word in pair]
+    words = [*(str(word) for pair in options.items() for word in pair), *flags]
     parts = make_parts(parse_config(words), lambda done, total: None, lambda: None)
     described = {each.name: getattr(parts.facts, each.name) for each in fields(WorkerFacts)}
     described["class_labels"] = tuple(parts.facts.class_labels)

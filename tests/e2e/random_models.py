@@ -46,11 +46,17 @@ class MakeRig(Protocol):
 
 class RandomModels:
     def __init__(
-        self, folders: pytest.TempPathFactory, *, device: str = "cpu", dtype: str = "float32"
+        self,
+        folders: pytest.TempPathFactory,
+        *,
+        device: str = "cpu",
+        dtype: str = "float32",
+        flags: Sequence[str] = (),
     ) -> None:
         self._folders = folders
         self._device = device
         self._dtype = dtype
+        self._flags = flags
         self._made: dict[tuple[str, int, int, int], RandomModel] = {}
 
     def lm(
@@ -102,5 +108,11 @@ class RandomModels:
     def _serve(self, model: Any, *, kv_pages: int) -> RandomModel:
         folder = self._folders.mktemp("model")
         model.save_pretrained(folder)
-        worker = start_worker(folder, kv_pages=kv_pages, device=self._device, dtype=self._dtype)
+        worker = start_worker(
+            folder,
+            kv_pages=kv_pages,
+            device=self._device,
+            dtype=self._dtype,
+            flags=self._flags,
+        )
         return RandomModel(oracle=Oracle(model), worker=worker)

@@ -54,6 +54,10 @@ class LaunchedStep:
     started: float  # time.perf_counter
     done: torch.cuda.Event | None  # None: the device was the CPU, and all is done
 
+    @property
+    def step_id(self) -> int:
+        return self.step.step_id
+
     def result(self) -> worker_pb2.StepResult:
         """Waits for the device."""
         if self.done is not None:

@@ -58,11 +58,17 @@ class ModelRunner:
     def step(self, plan: worker_pb2.StepPlan) -> worker_pb2.StepResult:
         return self.launch(plan).result()
 
+    def decode(self, plan: worker_pb2.StepPlan) -> Step:
+        """Raises BadPlan."""
+        return decode_step(plan, self._limits)
+
     @torch.inference_mode()
     def launch(self, plan: worker_pb2.StepPlan) -> LaunchedStep:
-        """Raises BadPlan before anything is changed."""
+        """Raises BadPlan before anything is changed; any error leaves the samplers' tokens as they
+        were.
+        """
         started = time.perf_counter()
-        step = decode_step(plan, self._limits)
+        step = self.decode(plan)
         self._sampler.check(step)
         if self._decoder is not None and self._decoder.takes(step):
             run = self._decoder.run
@@ -81,10 +87,11 @@ class ModelRunner:
 
     def _run_each(self, step: Step, first: StepAttention) -> Sequence[RanStep]:
         """One sub-step of a burst after the other; `first` is the attention of the first."""
-        ran = [self._run(step.at(0), first)]
-        for number in range(1, step.repeat):
-            sub_step = step.at(number)
-            ran.append(self._run(sub_step, self._attention(sub_step)))
+        with self._sampler.kept_on_error(step.samples):
+            ran = [self._run(step.at(0), first)]
+            for number in range(1, step.repeat):
+                sub_step = step.at(number)
+                ran.append(self._run(sub_step, self._attention(sub_step)))
         return ran
 
     def _attention(self, step: Step) -> StepAttention:

@@ -10,7 +10,6 @@ import grpc
 from stemserve.proto.v1 import worker_pb2, worker_pb2_grpc
 from stemserve.worker.blobs import BadPlan
 from stemserve.worker.dispatch import NoStrategy
-from stemserve.worker.result import LaunchedStep
 from stemserve.worker.runner import ModelRunner
 from stemserve.worker.step_thread import Outcome, StepThread, failed_step
 
@@ -98,12 +97,12 @@ class WorkerServicer(worker_pb2_grpc.WorkerServicer):
 
 
 def _result(outcome: Outcome) -> worker_pb2.StepResult:
-    if not isinstance(outcome, LaunchedStep):
+    if isinstance(outcome, worker_pb2.StepResult):
         return outcome
     try:
         return outcome.result()
     except Exception as error:  # an error of a GPU shows here
-        return failed_step(outcome.step.step_id, error)
+        return failed_step(outcome.step_id, error)
 
 
 def _abort(context: grpc.ServicerContext, code: grpc.StatusCode, details: str) -> NoReturn:

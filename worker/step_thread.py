@@ -11,18 +11,17 @@ import torch
 
 from stemserve.proto.v1 import worker_pb2
 from stemserve.worker.blobs import BadPlan
-from stemserve.worker.result import LaunchedStep
-from stemserve.worker.runner import ModelRunner
+from stemserve.worker.smaller_steps import Launched, Runner, launch
 
 log = logging.getLogger(__name__)
 
-Outcome = LaunchedStep | worker_pb2.StepResult  # the latter for a step that failed
+Outcome = Launched | worker_pb2.StepResult  # the latter for a step that failed
 
 
 class StepThread:
     """While another thread fetches the result of one step, the next is launched here."""
 
-    def __init__(self, runner: ModelRunner, on_device_lost: Callable[[], None]) -> None:
+    def __init__(self, runner: Runner, on_device_lost: Callable[[], None]) -> None:
         self._runner = runner
         self._on_device_lost = on_device_lost
         self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
@@ -63,7 +62,7 @@ class StepThread:
 
     def _launch(self, plan: worker_pb2.StepPlan) -> Outcome:
         try:
-            return self._runner.launch(plan)
+            return launch(self._runner, plan)
         except Exception as error:
             self._check_device()
             return failed_step(plan.step_id, error)

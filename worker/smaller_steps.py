@@ -1,0 +1,99 @@
+"""Runs a step that does not fit in memory as several smaller ones."""
+
+import logging
+import time
+from typing import Protocol
+
+import torch
+
+from stemserve.proto.v1 import worker_pb2
+from stemserve.worker.memory import is_shortage
+from stemserve.worker.plan_parts import Part, WholeResult, halves, part_plan
+from stemserve.worker.step import Step
+
+log = logging.getLogger(__name__)
+
+
+class Launched(Protocol):
+    @property
+    def step_id(self) -> int: ...
+
+    def result(self) -> worker_pb2.StepResult:
+        """Waits for the device."""
+        ...
+
+
+class Runner(Protocol):
+    @property
+    def uses_gpu(self) -> bool: ...
+
+    def decode(self, plan: worker_pb2.StepPlan) -> Step:
+        """Raises BadPlan."""
+        ...
+
+    def launch(self, plan: worker_pb2.StepPlan) -> Launched:
+        """What it raises leaves everything as if the step had not been launched, but for pages
+        that the step writes."""
+        ...
+
+
+class DividedStep:
+    """A step that did not fit as a whole: its parts are launched one after the other."""
+
+    def __init__(self, runner: Runner, plan: worker_pb2.StepPlan, step: Step) -> None:
+        self._runner = runner
+        self._plan = plan
+        self._step = step
+        self._parts: list[tuple[Part, Launched]] = []
+        self._starved: list[Part] = []  # that did not fit, and cannot be divided
+        self._shortages = 1
+        self._started = time.perf_counter()
+        self._divide(Part(start=0, stop=step.num_rows))
+
+    @property
+    def step_id(self) -> int:
+        return self._step.step_id
+
+    def result(self) -> worker_pb2.StepResult:
+        whole = WholeResult(self._step)
+        for part, launched in self._parts:
+            whole.add(part, launched.result())
+        for part in self._starved:
+            whole.starve(part)
+        return whole.result(self._shortages, time.perf_counter() - self._started)
+
+    def _divide(self, part: Part) -> None:
+        smaller = halves(self._step, part)
+        if smaller is None:
+            log.error("step %d: no memory for %d rows alone", self.step_id, part.rows)
+            self._starved.append(part)
+            return
+        for half in smaller:
+            launched = _attempt(self._runner, part_plan(self._plan, self._step, half))
+            if launched is None:
+                self._shortages += 1
+                self._divide(half)
+            else:
+                self._parts.append((half, launched))
+
+
+def launch(runner: Runner, plan: worker_pb2.StepPlan) -> Launched:
+    """The step as a whole if there is memory for it, else in parts. Raises as `runner.launch`."""
+    whole = _attempt(runner, plan)
+    return DividedStep(runner, plan, runner.decode(plan)) if whole is None else whole
+
+
+def _attempt(runner: Runner, plan: worker_pb2.StepPlan) -> Launched | None:
+    """None: there was no memory."""
+    try:
+        return runner.launch(plan)
+    except Exception as error:
+        if not is_shortage(error):
+            raise
+        shortage = str(error).partition("\n")[0]
+    # Out here nothing holds the frames of the step, nor what they allocated.
+    rows = len(plan.positions) // 4
+    log.warning("step %d: no memory for %d rows at once: %s", plan.step_id, rows, shortage)
+    if runner.uses_gpu:
+        torch.cuda.empty_cache()
+    return None

@@ -8,11 +8,12 @@ import torch
 from torch import Tensor
 
 from stemserve.kernels.attention_state import AttentionState, LayerKV
-from stemserve.kernels.dense.dense_items import item_table
 from stemserve.kernels.dense.dense_launch import STAGES, DenseLauncher, DeviceTiles, Sources
-from stemserve.kernels.dense.dense_plan import DenseHost, HostStage
+from stemserve.kernels.dense.dense_native import NativeDense
+from stemserve.kernels.dense.dense_packed import PackedPlan, PackedStage, pack
+from stemserve.kernels.dense.dense_plan import DenseHost
 from stemserve.kernels.host_array import device_tensor
-from stemserve.kernels.layout import AttentionLayout, HeadShape, Int32
+from stemserve.kernels.layout import AttentionLayout, HeadShape
 from stemserve.kernels.merge import RowMerge
 from stemserve.kernels.page_gather import TokenCopy, TokenScratch
 from stemserve.kernels.strategy import Kernel, Phase, Work
@@ -52,6 +53,8 @@ class DenseAttention:
         self._launcher = DenseLauncher(shape, device)
         ctas = self._launcher.processors
         self._host = DenseHost(kernel=kernel, query_heads=shape.query_heads, ctas=ctas)
+        packs = kernel is Kernel.CASCADE  # all that the planner in C does
+        self._native = NativeDense(shape.query_heads, ctas) if packs else None
 
     def refusal(self, layout: AttentionLayout) -> str | None:
         nodes = np.unique(layout.segment_node[layout.segment_rows > 0])
@@ -63,24 +66,21 @@ class DenseAttention:
         return copied if tokens + 128 * layout.num_nodes > limit else None
 
     def work(self, layout: AttentionLayout) -> Work:
-        return self._host.plan(layout).work
+        return self._packed(layout).work
 
     def plan(self, layout: AttentionLayout) -> DensePlan:
-        host = self._host.plan(layout)
-        arrays = [host.streams.sources, host.rows.first, host.rows.seen]
-        for stage in host.stages:
-            arrays += [self._items(stage), stage.blocks]
-            arrays += [stage.division.parts, stage.division.targets]
-        sources, first, seen, *tables = self._upload(arrays)
+        packed = self._packed(layout)
+        joined = device_tensor(packed.joined, self._device)
+        sources = packed.sources.device(joined)
         copy = None
         if len(sources):
             copy = TokenCopy(sources, *self._scratch.tokens(len(sources)))
-        stages: list[DenseStage] = []
-        for items, blocks, parts, targets in zip(*[iter(tables)] * 4, strict=True):
-            tiles = DeviceTiles(items=items, blocks=blocks, row_first=first, row_seen=seen)
-            merge = RowMerge(self._shape, parts, targets) if len(targets) else None
-            stages.append(DenseStage(tiles=tiles, merge=merge))
-        return DensePlan(work=host.work, stages=stages, copy=copy, partial_rows=host.partial_rows)
+        return DensePlan(
+            work=packed.work,
+            stages=[self._stage(packed, stage, joined) for stage in packed.stages],
+            copy=copy,
+            partial_rows=packed.partial_rows,
+        )
 
     def run(self, plan: DensePlan, q: Tensor, kv: LayerKV) -> AttentionState:
         rows, heads, dim = q.shape
@@ -101,20 +101,23 @@ class DenseAttention:
             return target
         return AttentionState(target.out[:rows], target.lse[:rows])
 
-    def _items(self, stage: HostStage) -> Int32:
-        return item_table(stage.division.tiles, self._shape.query_heads, self._launcher.processors)
+    def _packed(self, layout: AttentionLayout) -> PackedPlan:
+        if self._native is not None:
+            return self._native.plan(layout)
+        return pack(self._host.plan(layout), self._shape.query_heads, self._launcher.processors)
 
-    def _upload(self, arrays: list[Int32]) -> list[Tensor]:
-        """In one copy; each starts at a multiple of four numbers."""
-        starts = np.cumsum([0, *(-(-array.size // 4) * 4 for array in arrays)])
-        joined = np.zeros(int(starts[-1]), np.int32)
-        for start, array in zip(starts.tolist(), arrays, strict=False):
-            joined[start : start + array.size] = array.ravel()
-        on_device = device_tensor(joined, self._device)
-        return [
-            on_device[start : start + array.size].view(array.shape)
-            for start, array in zip(starts.tolist(), arrays, strict=False)
-        ]
+    def _stage(self, packed: PackedPlan, stage: PackedStage, joined: Tensor) -> DenseStage:
+        tiles = DeviceTiles(
+            items=stage.items.device(joined),
+            blocks=stage.blocks.device(joined),
+            row_first=packed.row_first.device(joined),
+            row_seen=packed.row_seen.device(joined),
+        )
+        merge = None
+        if stage.targets.shape[0]:
+            parts, targets = stage.parts.device(joined), stage.targets.device(joined)
+            merge = RowMerge(self._shape, parts, targets)
+        return DenseStage(tiles=tiles, merge=merge)
 
 
 def dense_strategies(

@@ -1,5 +1,6 @@
 """The host's part of cascade and split prefill by the dense kernel."""
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -42,28 +43,28 @@ class HostPlan:
 
     @property
     def work(self) -> Work:
-        parts: list[Part] = []
-        copied = len(self.streams.sources)
-        if copied:
-            parts.append(Part(engine=GATHER, rows=int32([0]), kv_tokens=int32([copied])))
-        for stage in self.stages:
-            parts += _stage_parts(stage)
-        return Work(parts=tuple(parts))
+        stages = [
+            (stage.division.tiles, stage.division.partial_rows, stage.tokens_read)
+            for stage in self.stages
+        ]
+        return Work(parts=tuple(work_parts(len(self.streams.sources), stages)))
 
 
-def _stage_parts(stage: HostStage) -> list[Part]:
-    tiles, merged = stage.division.tiles, stage.division.partial_rows
-    parts = [
-        Part(
+def work_parts(
+    copied: int,  # tokens
+    stages: Sequence[tuple[Int32, int, int]],  # tiles, partial rows and tokens read of each
+) -> Iterator[Part]:
+    if copied:
+        yield Part(engine=GATHER, rows=int32([0]), kv_tokens=int32([copied]))
+    for tiles, merged, tokens_read in stages:
+        yield Part(
             engine=ENGINE,
             rows=tiles[:, 1],
             kv_tokens=int32(steps(tiles) * BLOCK_TOKENS),
-            tokens_once=stage.tokens_read,
+            tokens_once=tokens_read,
         )
-    ]
-    if merged:
-        parts.append(Part(engine=MERGE, rows=int32([merged]), kv_tokens=int32([0])))
-    return parts
+        if merged:
+            yield Part(engine=MERGE, rows=int32([merged]), kv_tokens=int32([0]))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,6 +1,7 @@
 """What the servicers ask of the batcher, and what it answers: token ids in, numbers out."""
 
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -158,8 +159,7 @@ class StopCause:
     LENGTH = "length"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SampleToken:
+class SampleToken(NamedTuple):
     """One new token of one sample."""
 
     sample: int
@@ -172,7 +172,7 @@ class SampleToken:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerateChunk:
-    """All new tokens of a job from one step; the last chunk carries usage and timing."""
+    """All new tokens of a job from one step, or burst; the last chunk carries usage and timing."""
 
     request_id: str
     tokens: tuple[SampleToken, ...]

@@ -28,15 +28,12 @@ class BurstSize:
         self._answered_s = now
         self._speed.observe(rows, (min(seconds, gap) if gap > 0 else seconds) / steps)
 
-    def steps(self, rows: int, most_left: int) -> int:
-        """A power of two, or `most_left`: what the row with the longest way may still draw."""
+    def steps(self, rows: int) -> int:
+        """A power of two."""
         seconds = self._speed.seconds(rows)
+        if seconds is None:
+            return 1
         steps = 1
-        while (
-            seconds is not None
-            and steps < most_left
-            and 2 * steps <= self._max_steps
-            and 2 * steps * seconds <= self._max_seconds
-        ):
+        while 2 * steps <= self._max_steps and 2 * steps * seconds <= self._max_seconds:
             steps *= 2
-        return max(1, min(steps, most_left))
+        return steps

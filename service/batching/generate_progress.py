@@ -1,6 +1,5 @@
 """How far a Generate job has come: its prompt once, then a row a step for each sample."""
 
-from collections.abc import Iterator
 
 from stemserve.service.batching.job_progress import JobProgress, Ticket
 from stemserve.service.batching.kv_cache import KvCache
@@ -48,7 +47,9 @@ class GenerateProgress(JobProgress):
         self._draws: dict[int, list[Draw]] = {}  # by step
         self._counted_tokens = 0  # of the prompt: leading tokens that usage has counted
         self._computed_rows = 0
-        self._output_tokens = 0
+        self._resumes = False  # it gave its pages up: rows of its samples must run again
+        self.output_tokens = 0  # delivered
+        self.num_live = len(self._samples)  # samples that have not ended
 
     @property
     def has_started(self) -> bool:
@@ -59,53 +60,43 @@ class GenerateProgress(JobProgress):
         return self._chain is not None
 
     @property
-    def num_live(self) -> int:
-        return sum(not sample.has_ended for sample in self._samples)
+    def has_rows_to_plan(self) -> bool:
+        if self._resumes and self._prompt_is_planned:
+            self._resumes = any(map(self._lacks_rows, self._samples))
+        return self._resumes or not self._prompt_is_planned
 
     @property
-    def has_rows_to_plan(self) -> bool:
-        return not self._prompt_is_planned or any(map(self._lacks_rows, self._samples))
+    def is_decoding(self) -> bool:
+        """Its samples may have decode rows."""
+        return self._prompt_is_planned and not self.is_yielding
 
-    def ready_samples(self) -> Iterator[Sample]:
-        """Samples whose next row can be planned as a decode row."""
-        if not self._prompt_is_planned or self.is_yielding:
-            return
-        prompt = len(self._job.prompt)
-        for sample in self._samples:
-            generated = sample.num_tokens
-            if (
-                not sample.has_ended
-                and 0 < generated < self._job.max_new_tokens
-                and (sample.stored == prompt + generated - 1)
-            ):
-                yield sample
+    def missing_pages(self, steps: int) -> int:
+        """Pages that its samples lack for so many rows more, or as many as they have left."""
+        return sum(
+            self._branch(sample).missing_pages(sample.stored + min(steps, self._left(sample)))
+            for sample in self._samples
+            if self._is_ready(sample)
+        )
 
-    def steps_left(self, sample: Sample) -> int:
-        """Tokens that it may draw beside those of steps in flight."""
-        return self._job.max_new_tokens - sample.num_tokens
-
-    def missing_pages(self, sample: Sample, steps: int) -> int:
-        """Pages that the sample lacks for so many rows, or for as many as it has left."""
-        length = sample.stored + min(steps, self.steps_left(sample))
-        return self._branch(sample).missing_pages(length)
-
-    def plan_decode(self, sample: Sample, step: StepBuilder) -> bool:
-        """Add the sample's next row: of a burst, for all its steps. False: no page for it now."""
-        branch = self._branch(sample)
-        start = sample.stored
-        steps = min(step.max_steps, self.steps_left(sample))
-        length = start + steps
-        if branch.missing_pages(length):
-            if not self._cache.can_extend(branch, step):
+    def plan_decodes(self, step: StepBuilder, limit: int) -> bool:
+        """Add the next row of each sample, in a burst the next ones, while the step has fewer rows
+        than `limit`. False: there is no page for one now."""
+        size, kernel, rows = self._cache.page_size, self._job.kernel, step.rows
+        for sample in filter(self._is_ready, self._samples):
+            if rows.num_rows >= limit:
                 return True
-            if step.pages_blocked or not self._cache.extend(branch, length, step):
-                return False
-            self._drop_prompt_tail()
-        chain = StoredChain(branch.table, length)
-        slots = branch.slots(start, length)
-        row = step.rows.add_decode(sample.next_input, slots, chain, self._job.kernel)
-        sample.stored = length
-        self._draw(sample, row, step, steps=steps)
+            start = sample.stored
+            steps = min(step.max_steps, self._left(sample))
+            branch = sample.branch or self._branch(sample)
+            if start + steps > branch.num_pages * size:
+                if not self._cache.can_extend(branch, step):
+                    continue
+                if step.pages_blocked or not self._cache.extend(branch, start + steps, step):
+                    return False
+                self._drop_prompt_tail()
+            row = rows.add_decode(sample.next_input, start, steps, branch, kernel)
+            sample.stored = start + steps
+            self._draw(sample, row, step, steps=steps)
         return True
 
     def plan(self, step: StepBuilder) -> None:
@@ -125,29 +116,24 @@ class GenerateProgress(JobProgress):
     def deliver(self, outputs: StepOutputs) -> list[Event]:
         tokens: list[SampleToken] = []
         failure: JobFailed | None = None
-        for draw in self._draws.pop(outputs.step_id, []):
+        for draw in self._draws.pop(outputs.step_id, ()):
             sample = draw.sample
             sample.pending -= draw.steps
-            for at in range(
-                draw.at, draw.at + draw.steps * outputs.num_samples, outputs.num_samples
-            ):
-                if sample.has_ended:
-                    break
-                if outputs.sample_failed[at]:
+            if not sample.has_ended:
+                known = len(tokens)
+                if not sample.take(draw, outputs.drawn, self._job, tokens):
                     failure = self._failure(sample, draw.node)
-                    break
-                sample.tokens.append(int(outputs.sampled_tokens[at]))
-                self._output_tokens += 1
-                cause = sample.finish_cause(self._job)
-                sample.has_ended = cause is not None
-                tokens.append(outputs.sample_token(at, sample.index, cause))
-            self._settle(sample)
+                self.output_tokens += len(tokens) - known
+                self.num_live -= sample.has_ended
+            if sample.has_ended:
+                self._settle(sample)
         if failure is not None:
             return [failure]
         return [GenerateChunk(request_id=self.request_id, tokens=tuple(tokens))] if tokens else []
 
     def stop_sample(self, index: int) -> None:
         sample = self._samples[index]
+        self.num_live -= not sample.has_ended
         sample.has_ended = True
         self._settle(sample)
 
@@ -161,7 +147,7 @@ class GenerateProgress(JobProgress):
             cached_tokens=cached,
             shared_tokens=prompt * (len(self._samples) - 1),
             computed_tokens=self._computed_rows,
-            output_tokens=self._output_tokens,
+            output_tokens=self.output_tokens,
             kv_read_bytes=self.kv_read_bytes,
             kv_avoided_bytes=self.kv_avoided_bytes,
         )
@@ -175,6 +161,7 @@ class GenerateProgress(JobProgress):
         if self._chain is not None:
             self._cache.tree.release(self._chain.nodes)
         self._chain, self._prompt_is_planned, self.is_yielding = None, False, False
+        self._resumes = True
 
     def held_nodes(self) -> list[PageNode]:
         return [] if self._chain is None else self._chain.nodes
@@ -230,6 +217,20 @@ class GenerateProgress(JobProgress):
         place = f"token {len(sample.tokens)} of sample {sample.index}"
         error = EngineFault(f"the model's logits for {place} are not finite numbers")
         return JobFailed(request_id=self.request_id, error=error)
+
+    def _is_ready(self, sample: Sample) -> bool:
+        """Its next row is a decode row, which may be planned."""
+        drawn = len(sample.tokens) + sample.pending
+        return (
+            not sample.has_ended
+            and 0 < drawn < self._job.max_new_tokens
+            and sample.stored == len(self._job.prompt) + drawn - 1
+            and self.is_decoding
+        )
+
+    def _left(self, sample: Sample) -> int:
+        """Tokens that it may draw beside those of steps in flight."""
+        return self._job.max_new_tokens - len(sample.tokens) - sample.pending
 
     def _lacks_rows(self, sample: Sample) -> bool:
         """The sample gave its pages up: rows of tokens that it has generated must run again."""

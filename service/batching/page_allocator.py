@@ -6,7 +6,6 @@ import numpy as np
 
 from stemserve.service.request import Int32
 
-
 NEAR = 4  # times the pages asked for, from the lowest free one: there a run is looked for first
 
 

@@ -1,6 +1,7 @@
 """One sample of a Generate job: its tokens, and the pages it writes them to."""
 
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import NamedTuple
 
 import numpy as np
@@ -9,7 +10,10 @@ from stemserve.proto.v1 import worker_pb2
 from stemserve.service.batching.plan_arrays import pack_float32, pack_int32
 from stemserve.service.batching.prefix_tree import PageNode
 from stemserve.service.batching.sequence import Branch
-from stemserve.service.request import GenerateJob, Int32, SamplerSpec, StopCause
+from stemserve.service.batching.step_outputs import Drawn
+from stemserve.service.request import GenerateJob, Int32, SamplerSpec, SampleToken, StopCause
+
+NO_TOPS: tuple[tuple[int, ...], tuple[float, ...]] = ((), ())
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -34,11 +38,25 @@ class Sample:
         """The last generated token, or where the device keeps it."""
         return -1 - self.slot if self.pending else self.tokens[-1]
 
-    def finish_cause(self, job: GenerateJob) -> str | None:
-        """Why the sample ends with its last token; None: it goes on."""
-        if self.tokens[-1] in job.stop_ids:
-            return StopCause.STOP_ID
-        return StopCause.LENGTH if len(self.tokens) == job.max_new_tokens else None
+    def take(self, draw: "Draw", drawn: Drawn, job: GenerateJob, news: list[SampleToken]) -> bool:
+        """Add the tokens of a draw, up to the sample's last, to `news` too. False: there is one
+        that could not be drawn."""
+        pairs = zip(drawn.tokens[draw.at], drawn.logprobs[draw.at], strict=True)
+        for sub_step, (token, logprob) in enumerate(islice(pairs, draw.steps)):
+            if drawn.any_failed and drawn.failed(draw.at, sub_step):
+                return False
+            self.tokens.append(token)
+            finish = None
+            if token in job.stop_ids:
+                finish = StopCause.STOP_ID
+            elif len(self.tokens) == job.max_new_tokens:
+                finish = StopCause.LENGTH
+            tops = drawn.tops(draw.at, sub_step) if drawn.has_tops else NO_TOPS
+            news.append(SampleToken(self.index, token, logprob, *tops, finish))
+            if finish is not None:
+                self.has_ended = True
+                break
+        return True
 
     def sequence(self, prompt: Int32) -> Int32:
         return np.concatenate([prompt, np.array(self.tokens, np.int32)])
@@ -48,7 +66,7 @@ class Draw(NamedTuple):
     """Tokens that a step in flight draws for a sample."""
 
     sample: Sample
-    at: int  # of the first in the step's results; each sub-step has as many
+    at: int  # of the sample in the step's results
     steps: int  # one token each
     node: PageNode | None  # page of the prompt's last token, where that is read
 

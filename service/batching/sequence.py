@@ -79,6 +79,7 @@ class Branch:
         self.tail_tokens = chain.tail_tokens if chain is not None else 0
         self.claimed: PageNode | None = None  # the chain's own tail page, written further
         self.num_pages = self.chain_pages
+        self.own_key = b""  # pages up to the first of its own, as bytes; b"": it has not begun
         self.table: Int32 = np.full(pages_for(capacity, page_size), -1, np.int32)
         if chain is not None:
             self.table[: self.chain_pages] = chain.table[: self.chain_pages]
@@ -108,10 +109,8 @@ class Branch:
     def add_pages(self, pages: Int32) -> None:
         self.table[self.num_pages : self.num_pages + len(pages)] = pages
         self.num_pages += len(pages)
-
-    def slot(self, position: int) -> int:
-        offset = position % self.page_size
-        return int(self.table[position // self.page_size]) * self.page_size + offset
+        if not self.own_key and len(pages):
+            self.own_key = self.table[: self.chain_pages + 1].tobytes()
 
     def slots(self, start: int, stop: int) -> Int32:
         return table_slots(self.table, start, stop, self.page_size)

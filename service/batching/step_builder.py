@@ -1,13 +1,13 @@
 """Collect one step, and remember whose it is and which pages it computes."""
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence, Set
+from dataclasses import dataclass
 
 import numpy as np
 
 from stemserve.proto.v1 import worker_pb2
 from stemserve.service.batching.plan_arrays import pack_int32
-from stemserve.service.batching.prefix_forest import StoredChain
+from stemserve.service.batching.prefix_forest import ForestMemory, StoredChain
 from stemserve.service.batching.prefix_tree import PageNode
 from stemserve.service.batching.sequence import Branch, Chain
 from stemserve.service.batching.step_readouts import StepReadouts
@@ -15,18 +15,39 @@ from stemserve.service.batching.step_rows import StepRows
 from stemserve.service.request import Int32
 
 
-@dataclass(slots=True, kw_only=True)
 class Share:
-    """What one job has in a step."""
+    """What one job has in a step. Most have decode rows only, and nothing else is made for them."""
 
-    prefill_rows: int = 0  # of PREFILL and ITEM segments
-    decode_rows: int = 0
-    written: dict[PageNode, int] = field(default_factory=dict[PageNode, int])  # planned before
-    sources: set[PageNode] = field(default_factory=set[PageNode])  # pages that it copies from
+    __slots__ = ("_sources", "_written", "decode_rows", "prefill_rows")
+
+    def __init__(self) -> None:
+        self.prefill_rows = 0  # of PREFILL and ITEM segments
+        self.decode_rows = 0
+        self._written: dict[PageNode, int] | None = None
+        self._sources: set[PageNode] | None = None
 
     @property
     def is_empty(self) -> bool:
-        return not (self.prefill_rows or self.decode_rows or self.written)
+        return not (self.prefill_rows or self.decode_rows or self._written)
+
+    @property
+    def written(self) -> Mapping[PageNode, int]:
+        """How much of each page that the job computes was planned before."""
+        return self._written or {}
+
+    @property
+    def sources(self) -> Set[PageNode]:
+        """Pages that it copies from."""
+        return self._sources or set()
+
+    def note_written(self, before: dict[PageNode, int]) -> None:
+        """To be called before more of the pages is planned."""
+        self._written = before if self._written is None else before | self._written
+
+    def note_source(self, node: PageNode) -> None:
+        if self._sources is None:
+            self._sources = set()
+        self._sources.add(node)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,10 +77,13 @@ class Chunk:
 class StepBuilder:
     """Jobs add to `rows` and `readouts` one after another, in plan order (`begin`, `end`)."""
 
-    def __init__(self, step_id: int, *, page_size: int, max_rows: int) -> None:
+    def __init__(
+        self, step_id: int, *, page_size: int, max_rows: int, forests: ForestMemory | None = None
+    ) -> None:
+        """`forests` remembers the forests of the steps before."""
         self.step_id = step_id
         self.page_size = page_size
-        self.rows = StepRows()
+        self.rows = StepRows(page_size, forests or ForestMemory(page_size))
         self.readouts = StepReadouts()
         self.pages_blocked = False  # a job ahead waits for pages: nobody behind it takes any
         self.slots_blocked = False  # the same of sampler slots
@@ -78,8 +102,11 @@ class StepBuilder:
 
     def begin(self, arrival: int) -> Share:
         """What is added next belongs to this job."""
-        self._share = self._shares.setdefault(arrival, Share())
-        return self._share
+        share = self._shares.get(arrival)
+        if share is None:
+            share = self._shares[arrival] = Share()
+        self._share = share
+        return share
 
     def hold(self, node: PageNode) -> None:
         """Take over the caller's reference to the node, until the step is built."""
@@ -92,7 +119,7 @@ class StepBuilder:
     def add_copy(self, source: PageNode, page: int, tokens: int) -> None:
         """Begin `page` with the first tokens of another, which earlier steps compute."""
         self._copies.append((source.page, page, tokens))
-        self._share.sources.add(source)
+        self._share.note_source(source)
 
     def copy_tail(self, branch: Branch) -> None:
         """Begin the branch's first own page with its chain's partial tail."""
@@ -103,7 +130,7 @@ class StepBuilder:
     def mark(self, node: PageNode, planned: int) -> None:
         """The step computes, or copies, the page's tokens up to `planned`."""
         self._before.setdefault(node, node.planned)
-        self._share.written.setdefault(node, node.planned)
+        self._share.note_written({node: node.planned})
         node.planned = max(node.planned, planned)
 
     def mark_chain(self, chain: Chain, start: int, stop: int) -> None:
@@ -112,7 +139,7 @@ class StepBuilder:
         filled = chain.nodes[start // size : last]
         before = {node: node.planned for node in filled}
         self._before = before | self._before
-        self._share.written = before | self._share.written
+        self._share.note_written(before)
         for node in filled:
             node.planned = size
         self.mark(chain.nodes[last], stop - last * size)
@@ -144,7 +171,7 @@ class StepBuilder:
             return None
         release(self._held)
         plan = worker_pb2.StepPlan(step_id=self.step_id)
-        self.rows.write(plan, self.page_size)
+        self.rows.write(plan)
         self.readouts.write(plan)
         plan.copies = pack_int32([number for copy in self._copies for number in copy])
         issued = IssuedStep(

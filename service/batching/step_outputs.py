@@ -1,6 +1,7 @@
 """A step's result as arrays, checked against what the step asked for."""
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -9,37 +10,64 @@ from stemserve.proto.v1 import worker_pb2
 from stemserve.service.batching.plan_arrays import unpack_float32, unpack_int32
 from stemserve.service.batching.step_builder import IssuedStep
 from stemserve.service.errors import EngineFault
-from stemserve.service.request import Float32, Int32, SampleToken
+from stemserve.service.request import Float32, Int32
 
 Bool = NDArray[np.bool_]
+
+
+class Drawn:
+    """The tokens that a step drew: of each sample, one in each sub-step."""
+
+    def __init__(self, issued: IssuedStep, result: worker_pb2.StepResult) -> None:
+        """Raises EngineFault where they are not as many as were asked for."""
+        count = len(issued.sample_rows)
+        tokens = unpack_int32(result.sampled_tokens)
+        logprobs = unpack_float32(result.sampled_logprobs)
+        self._top_indptr = unpack_int32(result.top_indptr)  # [draws + 1]; empty: nobody asks
+        self._top_ids = unpack_int32(result.top_ids)
+        self._top_logprobs = unpack_float32(result.top_logprobs)
+        _check_count("sampled_tokens", tokens, count)
+        _check_count("sampled_logprobs", logprobs, count)
+        _check_count("top_logprobs", self._top_logprobs, len(self._top_ids))
+        if len(self._top_indptr):
+            _check_count("top_indptr", self._top_indptr, count + 1)
+            _check_count("top_ids", self._top_ids, int(self._top_indptr[-1]))
+        by_step = (issued.repeat, -1) if count else (issued.repeat, 0)
+        # Of each sample, in the order in which it drew them.
+        self.tokens: list[list[int]] = tokens.reshape(by_step).T.tolist()
+        self.logprobs: list[list[float]] = logprobs.reshape(by_step).T.tolist()
+        self.has_tops = len(self._top_indptr) > 0
+        self._failed: set[int] = set()
+        if result.failed_rows:
+            is_failed = _are_in(issued.sample_rows, unpack_int32(result.failed_rows))
+            self._failed.update(np.flatnonzero(is_failed).tolist())
+
+    @property
+    def any_failed(self) -> bool:
+        return bool(self._failed)
+
+    def failed(self, sample: int, sub_step: int) -> bool:
+        """The logits were not finite."""
+        return sub_step * len(self.tokens) + sample in self._failed
+
+    def tops(self, sample: int, sub_step: int) -> tuple[tuple[int, ...], tuple[float, ...]]:
+        """The most likely tokens and their log-probabilities."""
+        at = sub_step * len(self.tokens) + sample
+        first, end = self._top_indptr[at : at + 2].tolist()
+        ids: list[int] = self._top_ids[first:end].tolist()
+        logprobs: list[float] = self._top_logprobs[first:end].tolist()
+        return tuple(ids), tuple(logprobs)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepOutputs:
     step_id: int
-    num_samples: int  # of each sub-step; the arrays of samples are [sub-steps * samples]
     gather_logprobs: Float32  # [ids]
     gather_argmax: Int32  # [gathers]
     gather_failed: Bool  # [gathers] logits were not finite
     class_scores: Float32  # [classified, classes]
     class_failed: Bool  # [classified]
-    sampled_tokens: Int32  # [samples]
-    sampled_logprobs: Float32  # [samples]
-    sample_failed: Bool  # [samples]
-    top_indptr: Int32  # [samples + 1]; empty: none
-    top_ids: Int32
-    top_logprobs: Float32
-
-    def sample_token(self, at: int, sample: int, finish: str | None) -> SampleToken:
-        first, end = self.top_indptr[at : at + 2].tolist() if len(self.top_indptr) else (0, 0)
-        return SampleToken(
-            sample=sample,
-            token_id=int(self.sampled_tokens[at]),
-            logprob=float(self.sampled_logprobs[at]),
-            top_ids=tuple(self.top_ids[first:end].tolist()),
-            top_logprobs=tuple(self.top_logprobs[first:end].tolist()),
-            finish=finish,
-        )
+    drawn: Drawn
 
 
 def read_outputs(
@@ -55,37 +83,25 @@ def read_outputs(
             f"the worker answered {len(scores)} class_scores for "
             f"{len(issued.classify_rows)} rows of {num_classes} classes"
         )
-    outputs = StepOutputs(
+    gather_logprobs = unpack_float32(result.gather_logprobs)
+    gather_argmax = unpack_int32(result.gather_argmax)
+    _check_count("gather_logprobs", gather_logprobs, issued.num_gather_ids)
+    _check_count("gather_argmax", gather_argmax, len(issued.gather_rows))
+    return StepOutputs(
         step_id=issued.step_id,
-        num_samples=len(issued.sample_rows) // issued.repeat,
-        gather_logprobs=unpack_float32(result.gather_logprobs),
-        gather_argmax=unpack_int32(result.gather_argmax),
-        gather_failed=np.isin(issued.gather_rows, failed),
+        gather_logprobs=gather_logprobs,
+        gather_argmax=gather_argmax,
+        gather_failed=_are_in(issued.gather_rows, failed),
         class_scores=scores.reshape(len(issued.classify_rows), num_classes),
-        class_failed=np.isin(issued.classify_rows, failed),
-        sampled_tokens=unpack_int32(result.sampled_tokens),
-        sampled_logprobs=unpack_float32(result.sampled_logprobs),
-        sample_failed=np.isin(issued.sample_rows, failed),
-        top_indptr=unpack_int32(result.top_indptr),
-        top_ids=unpack_int32(result.top_ids),
-        top_logprobs=unpack_float32(result.top_logprobs),
+        class_failed=_are_in(issued.classify_rows, failed),
+        drawn=Drawn(issued, result),
     )
-    _check(issued, outputs)
-    return outputs
 
 
-def _check(issued: IssuedStep, outputs: StepOutputs) -> None:
-    samples = len(issued.sample_rows)
-    pairs = {
-        "gather_logprobs": (len(outputs.gather_logprobs), issued.num_gather_ids),
-        "gather_argmax": (len(outputs.gather_argmax), len(issued.gather_rows)),
-        "sampled_tokens": (len(outputs.sampled_tokens), samples),
-        "sampled_logprobs": (len(outputs.sampled_logprobs), samples),
-        "top_logprobs": (len(outputs.top_logprobs), len(outputs.top_ids)),
-    }
-    if len(outputs.top_indptr):
-        pairs["top_indptr"] = (len(outputs.top_indptr), samples + 1)
-        pairs["top_ids"] = (len(outputs.top_ids), int(outputs.top_indptr[-1]))
-    for name, (found, wanted) in pairs.items():
-        if found != wanted:
-            raise EngineFault(f"the worker answered {found} {name} where {wanted} were asked for")
+def _are_in(rows: Int32, failed: Int32) -> Bool:
+    return np.isin(rows, failed) if len(failed) else np.zeros(len(rows), np.bool_)
+
+
+def _check_count(name: str, found: NDArray[Any], wanted: int) -> None:
+    if len(found) != wanted:
+        raise EngineFault(f"the worker answered {len(found)} {name} where {wanted} were asked for")

@@ -4,7 +4,7 @@ Long jobs leave part of a step to short ones of their priority that wait, so tha
 rows waits behind thousands.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from heapq import merge
 
 from stemserve.service.batching.admission import BatcherLimits
@@ -13,6 +13,7 @@ from stemserve.service.batching.generate_progress import GenerateProgress
 from stemserve.service.batching.job_progress import JobProgress
 from stemserve.service.batching.job_table import JobTable
 from stemserve.service.batching.kv_cache import KvCache
+from stemserve.service.batching.sequence import pages_for
 from stemserve.service.batching.step_builder import StepBuilder
 
 # Biases and bans of a step; those of the last job in it may come on top.
@@ -88,7 +89,13 @@ class StepPlanner:
         return bool(suspended)
 
     def _in_order(self) -> Iterator[tuple[JobProgress, bool]]:
-        running = ((job, False) for job in list(self._jobs.running))
+        running = [
+            (job, False)
+            for job in self._jobs.running
+            if not isinstance(job, GenerateProgress) or job.has_rows_to_plan
+        ]
+        if not len(self._jobs.waiting):
+            return iter(running)
         waiting = ((job, True) for job in self._jobs.waiting)
         # What has started goes on before what waits.
         return merge(running, waiting, key=lambda pair: -pair[0].priority)
@@ -115,33 +122,37 @@ class StepPlanner:
                 passed_over.add(job.arrival)
                 continue
             share = step.begin(job.arrival)
-            room = step.room
-            for sample in job.ready_samples():
-                if step.rows.num_rows >= limit:
-                    break
-                if not job.plan_decode(sample, step):
-                    step.pages_blocked = True
-                    self._make_room(job)
-                    break
-            share.decode_rows += room - step.room
+            rows = step.rows.num_rows
+            if not job.plan_decodes(step, limit):
+                step.pages_blocked = True
+                self._make_room(job)
+            share.decode_rows += step.rows.num_rows - rows
         self._passed_over = passed_over
 
     def _burst_steps(self) -> int:
         """As many as nobody minds, and as there are pages for."""
         if not self._burst.is_possible or self._others_wait():
             return 1
-        ready = [(job, sample) for job in self._generations() for sample in job.ready_samples()]
-        most_left = max((job.steps_left(sample) for job, sample in ready), default=1)
-        steps = self._burst.steps(len(ready), most_left)
-        room = self._cache.available_pages
-        while steps > 1 and sum(job.missing_pages(s, steps) for job, s in ready) > room:
+        decoding = [job for job in self._generations() if job.is_decoding]
+        rows = sum(job.num_live for job in decoding)
+        steps, room = self._burst.steps(rows), self._cache.available_pages
+        while steps > 1 and not self._fits(decoding, steps, rows, room):
             steps //= 2
         return steps
 
+    def _fits(self, decoding: Sequence[GenerateProgress], steps: int, rows: int, room: int) -> bool:
+        most_for_a_row = pages_for(steps, self._cache.page_size) + 1
+        return rows * most_for_a_row <= room or (
+            sum(job.missing_pages(steps) for job in decoding) <= room
+        )
+
     def _decode_order(self) -> list[GenerateProgress]:
         """Of one priority, those that the last step passed over go first."""
+        decoding = [job for job in self._generations() if job.is_decoding]
+        if not self._passed_over:
+            return decoding
         return sorted(
-            self._generations(),
+            decoding,
             key=lambda job: (-job.priority, job.arrival not in self._passed_over),
         )
 

@@ -17,7 +17,9 @@ class StepReadouts:
         self._gather_lengths: list[Int32] = []
         self._gather_ids: list[Int32] = []
         self._classify_rows: list[Int32] = []
-        self._samples: list[tuple[int, int, int]] = []  # row, slot, index
+        self._sample_rows: list[int] = []
+        self._sample_slots: list[int] = []
+        self._sample_index: list[int] = []
         self._samplers: list[worker_pb2.Sampler] = []
 
     def add_gathers(self, rows: Int32, lengths: Int32, ids: Int32) -> None:
@@ -34,8 +36,10 @@ class StepReadouts:
 
     def add_sample(self, row: int, slot: int, index: int) -> int:
         """Returns where the sample lies in the result."""
-        self._samples.append((row, slot, index))
-        return len(self._samples) - 1
+        self._sample_rows.append(row)
+        self._sample_slots.append(slot)
+        self._sample_index.append(index)
+        return len(self._sample_rows) - 1
 
     def add_sampler(self, sampler: worker_pb2.Sampler) -> None:
         self._samplers.append(sampler)
@@ -51,7 +55,7 @@ class StepReadouts:
 
     @property
     def sample_rows(self) -> Int32:
-        return np.array([row for row, _, _ in self._samples], np.int32)
+        return np.array(self._sample_rows, np.int32)
 
     def write(self, plan: worker_pb2.StepPlan) -> None:
         plan.gather_rows = pack_int32(self.gather_rows)
@@ -59,6 +63,6 @@ class StepReadouts:
         plan.gather_ids = pack_int32(join_int32(self._gather_ids))
         plan.classify_rows = pack_int32(self.classify_rows)
         plan.sample_rows = pack_int32(self.sample_rows)
-        plan.sample_slots = pack_int32([slot for _, slot, _ in self._samples])
-        plan.sample_index = pack_int32([index for _, _, index in self._samples])
+        plan.sample_slots = pack_int32(self._sample_slots)
+        plan.sample_index = pack_int32(self._sample_index)
         plan.samplers.extend(self._samplers)

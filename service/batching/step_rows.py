@@ -1,13 +1,17 @@
 """The rows of a step in segments, and the forest of stored KV above them."""
 
+from itertools import chain
 from typing import NamedTuple
 
 import numpy as np
 
 from stemserve.proto.v1 import worker_pb2
 from stemserve.service.batching.plan_arrays import indptr_of, join_int32, pack_int32
-from stemserve.service.batching.prefix_forest import StoredChain, build_forest
+from stemserve.service.batching.prefix_forest import ForestMemory, StoredChain
+from stemserve.service.batching.sequence import Branch
 from stemserve.service.request import Int32
+
+DECODE = worker_pb2.SEGMENT_KIND_DECODE
 
 
 class _Segments(NamedTuple):
@@ -22,38 +26,59 @@ class _Segments(NamedTuple):
     chain: StoredChain | None
 
 
-class _DecodeRow(NamedTuple):
-    token: int
-    position: int
-    steps: int
-    kernel: int
+class _Decodes:
+    """Rows of one token each; of a burst, the first of some that follow one another."""
+
+    def __init__(self) -> None:
+        self.tokens: list[int] = []
+        self.starts: list[int] = []
+        self.steps: list[int] = []
+        self.kernels: list[int] = []
+        self.pages: list[list[int]] = []  # that the row's tokens go to
+        self.chains: list[StoredChain] = []  # as long as they will be
+
+    def slots(self, repeat: int, page_size: int) -> Int32:
+        """[repeat * rows] -1: the row counts no more."""
+        starts = np.array(self.starts, np.int32)
+        pages = np.array(list(chain.from_iterable(self.pages)), np.int32)
+        if repeat == 1:
+            return pages * page_size + starts % page_size
+        first = indptr_of(np.array([len(p) for p in self.pages], np.int32))[:-1]
+        sub_step = np.arange(repeat, dtype=np.int32)[:, None]
+        counts = sub_step < np.array(self.steps, np.int32)
+        at, offset = np.divmod(starts % page_size + sub_step, page_size)
+        slots = pages[np.where(counts, first + at, 0)] * page_size + offset
+        return np.where(counts, slots, -1).ravel()
 
 
 class StepRows:
     """Decode rows are added before all others, so a row has its number at once."""
 
-    def __init__(self) -> None:
+    def __init__(self, page_size: int, forests: ForestMemory) -> None:
         self.num_rows = 0
         self.repeat = 1  # the most steps of a decode row; more than 1: a burst, of such rows only
-        self._decode_slots: list[Int32] = []
-        self._decodes: list[_DecodeRow] = []
-        self._decode_chains: list[StoredChain] = []
+        self._page_size = page_size
+        self._forests = forests
+        self._decodes = _Decodes()
         self._segments: list[_Segments] = []
 
     @property
     def num_decodes(self) -> int:
-        return len(self._decodes)
+        return len(self._decodes.tokens)
 
-    def add_decode(self, token: int, kv_slots: Int32, chain: StoredChain, kernel: int) -> int:
-        """Add the tokens of a chain, as long as it will be, that go to `kv_slots`; returns the row.
-
-        They are as many as the steps of the burst in which the row counts; only the first is known.
-        """
-        steps = len(kv_slots)
-        self.repeat = max(self.repeat, steps)
-        self._decodes.append(_DecodeRow(token, chain.tokens - steps, steps, kernel))
-        self._decode_slots.append(kv_slots)
-        self._decode_chains.append(chain)
+    def add_decode(self, token: int, start: int, steps: int, branch: Branch, kernel: int) -> int:
+        """Add a row at position `start` of a branch that has pages for `steps` tokens more, and in
+        a burst as many rows behind it; returns the row."""
+        size, decodes = self._page_size, self._decodes
+        decodes.tokens.append(token)
+        decodes.starts.append(start)
+        decodes.steps.append(steps)
+        decodes.kernels.append(kernel)
+        end = start + steps
+        decodes.pages.append(branch.table[start // size : -(-end // size)].tolist())
+        decodes.chains.append(StoredChain(branch.table, end, branch.own_key))
+        if steps > self.repeat:
+            self.repeat = steps
         self.num_rows += 1
         return self.num_rows - 1
 
@@ -73,21 +98,21 @@ class StepRows:
         kind = worker_pb2.SEGMENT_KIND_ITEM
         return self._add(_Segments(tokens, positions, slots, lengths, kind, kernel, chain))
 
-    def write(self, plan: worker_pb2.StepPlan, page_size: int) -> None:
-        segments = self._decode_segments() + self._segments
+    def write(self, plan: worker_pb2.StepPlan) -> None:
         if self.repeat > 1:
             plan.repeat = self.repeat
-            plan.row_steps = pack_int32([row.steps for row in self._decodes])
+            plan.row_steps = pack_int32(self._decodes.steps)
+        segments = self._decode_segments() + self._segments
         plan.token_ids = pack_int32(join_int32([s.tokens for s in segments]))
         plan.positions = pack_int32(join_int32([s.positions for s in segments]))
         plan.kv_slots = pack_int32(join_int32([s.kv_slots for s in segments]))
         plan.segment_indptr = pack_int32(indptr_of(join_int32([s.lengths for s in segments])))
         counts = np.array([len(s.lengths) for s in segments], np.int32)
         plan.segment_kind = pack_int32(np.repeat([s.kind for s in segments], counts))
-        kernels = [np.array([row.kernel for row in self._decodes], np.int32)]
+        kernels = [np.array(self._decodes.kernels, np.int32)]
         kernels += [np.full(len(s.lengths), s.kernel, np.int32) for s in self._segments]
         plan.segment_kernel = pack_int32(join_int32(kernels))
-        self._write_forest(plan, page_size)
+        self._write_forest(plan)
 
     def _add(self, segments: _Segments) -> int:
         first = self.num_rows
@@ -96,35 +121,33 @@ class StepRows:
         return first
 
     def _decode_segments(self) -> list[_Segments]:
-        if not self._decodes:
+        decodes, rows = self._decodes, self.num_decodes
+        if not rows:
             return []
-        rows = np.array(self._decodes, np.int32)
-        ones = np.ones(len(rows), np.int32)
-        kind = worker_pb2.SEGMENT_KIND_DECODE
-        return [_Segments(rows[:, 0], rows[:, 1], self._slots_by_step(), ones, kind, 0, None)]
+        return [
+            _Segments(
+                tokens=np.array(decodes.tokens, np.int32),
+                positions=np.array(decodes.starts, np.int32),
+                kv_slots=decodes.slots(self.repeat, self._page_size),
+                lengths=np.ones(rows, np.int32),
+                kind=DECODE,
+                kernel=0,
+                chain=None,
+            )
+        ]
 
-    def _slots_by_step(self) -> Int32:
-        """[repeat * rows] -1: the row counts no more."""
-        if self.repeat == 1:
-            return join_int32(self._decode_slots)
-        slots = np.full((len(self._decodes), self.repeat), -1, np.int32)
-        for row, known in enumerate(self._decode_slots):
-            slots[row, : len(known)] = known
-        return slots.T.ravel()
-
-    def _write_forest(self, plan: worker_pb2.StepPlan, page_size: int) -> None:
+    def _write_forest(self, plan: worker_pb2.StepPlan) -> None:
         stored = [s.chain for s in self._segments if s.chain is not None]
-        forest = build_forest(self._decode_chains + stored, page_size)
+        forest = self._forests.build(self._decodes.chains + stored)
+        if self.repeat > 1:  # each row has a leaf of its own
+            ahead = np.array(self._decodes.steps, np.int32) - 1
+            forest.node_tokens[forest.chain_node] -= ahead
         plan.node_parent = pack_int32(forest.node_parent)
         plan.node_page_indptr = pack_int32(forest.node_page_indptr)
         plan.node_pages = pack_int32(forest.node_pages)
-        if self.repeat > 1:  # each row has a leaf of its own
-            ahead = np.array([row.steps - 1 for row in self._decodes], np.int32)
-            forest.node_tokens[forest.chain_node] -= ahead
         plan.node_tokens = pack_int32(forest.node_tokens)
-        num_decodes = len(self._decode_chains)
-        nodes = [forest.chain_node[:num_decodes]]
-        chain_nodes = iter(forest.chain_node[num_decodes:].tolist())
+        nodes = [forest.chain_node[: self.num_decodes]]
+        chain_nodes = iter(forest.chain_node[self.num_decodes :].tolist())
         for segments in self._segments:
             node = -1 if segments.chain is None else next(chain_nodes)
             nodes.append(np.full(len(segments.lengths), node, np.int32))

@@ -13,6 +13,7 @@ from stemserve.service.caller import Caller, salt_of, set_caller
 from stemserve.service.errors import Unauthenticated
 from stemserve.service.metrics import Metrics
 from stemserve.service.serving.credentials import Identify, identification
+from stemserve.service.serving.handler_memo import HandlerMemo
 from stemserve.service.serving.health import SERVICE_NAME as HEALTH_SERVICE
 from stemserve.service.serving.status import DETAILS_KEY, status_code, status_message
 
@@ -43,6 +44,7 @@ class Authentication(grpc.aio.ServerInterceptor):
         self._identify = identify
         self._callers = callers
         self._metrics = metrics
+        self._handlers = HandlerMemo(lambda _, handler: self._guarded(handler))
 
     async def intercept_service(
         self,
@@ -52,7 +54,9 @@ class Authentication(grpc.aio.ServerInterceptor):
         handler = await continuation(handler_call_details)
         if handler_call_details.method in OPEN_METHODS:
             return handler
-        return None if handler is None else self._guarded(handler)
+        if handler is None:
+            return None
+        return self._handlers.wrapped(handler_call_details.method, handler)
 
     def _guarded(self, handler: Handler) -> Handler:
         codec = (handler.request_deserializer, handler.response_serializer)

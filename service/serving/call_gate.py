@@ -17,6 +17,7 @@ import grpc
 
 from stemserve.service.caller import current_caller
 from stemserve.service.errors import NotReady, QueueFull
+from stemserve.service.serving.handler_memo import HandlerMemo
 from stemserve.service.tenant_shares import TenantShares
 
 OUR_SERVICES = "/stemserve."
@@ -48,6 +49,7 @@ class CallGate(grpc.aio.ServerInterceptor):
         self._running = 0
         self._idle = asyncio.Event()
         self._idle.set()
+        self._handlers = HandlerMemo(lambda _, handler: self._counted(handler))
 
     @property
     def running_calls(self) -> int:
@@ -73,7 +75,9 @@ class CallGate(grpc.aio.ServerInterceptor):
         if self._refusing is not None:
             return self._refusing
         handler = await continuation(handler_call_details)
-        return None if handler is None else self._counted(handler)
+        if handler is None:
+            return None
+        return self._handlers.wrapped(handler_call_details.method, handler)
 
     def _counted(self, handler: Handler) -> Handler:
         # The stubs describe synchronous handlers only; ours are all asynchronous.

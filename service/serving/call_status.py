@@ -13,6 +13,7 @@ from google.protobuf.message import DecodeError
 
 from stemserve.service.errors import DeadlinePassed, InvalidRequest, RequestError
 from stemserve.service.metrics import Metrics
+from stemserve.service.serving.handler_memo import HandlerMemo
 from stemserve.service.serving.status import DETAILS_KEY, status_code, status_message, unexpected
 
 OUR_SERVICES = "/stemserve."
@@ -53,6 +54,7 @@ class CallStatus(grpc.aio.ServerInterceptor):
         """`default_deadline_s` is for calls without a deadline; 0: they have none."""
         self._metrics = metrics
         self._default_deadline_s = default_deadline_s
+        self._handlers = HandlerMemo(self._answering)
 
     async def intercept_service(
         self,
@@ -60,15 +62,14 @@ class CallStatus(grpc.aio.ServerInterceptor):
         handler_call_details: grpc.HandlerCallDetails,
     ) -> Handler | None:
         handler = await continuation(handler_call_details)
-        method = handler_call_details.method
         if handler is None:
             return None
+        return self._handlers.wrapped(handler_call_details.method, handler)
+
+    def _answering(self, method: str, handler: Handler) -> Handler:
+        """Without a label the calls are not counted: health and reflection."""
         ours = method.startswith(OUR_SERVICES)
         label = METHOD_LABELS.get(method.rpartition("/")[2]) if ours else None
-        return self._answering(handler, label)
-
-    def _answering(self, handler: Handler, label: str | None) -> Handler:
-        """Without a label the calls are not counted: health and reflection."""
         # The stubs describe synchronous handlers only; ours are all asynchronous.
         unary: Any = handler.unary_unary
         stream: Any = handler.unary_stream

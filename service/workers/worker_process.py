@@ -17,7 +17,11 @@ _log = logging.getLogger(__name__)
 
 # glibc raises its threshold for blocks of their own as it goes, and buffers of the size of logits
 # then leave holes: the worker grew by half over 16,000 calls. A fixed threshold keeps it flat.
-ALLOCATION = {"MALLOC_MMAP_THRESHOLD_": str(32 << 20)}
+# A fixed one also gives freed memory back at once, for faults at the next step, unless told not to.
+ALLOCATION = {
+    "MALLOC_MMAP_THRESHOLD_": str(32 << 20),
+    "MALLOC_TRIM_THRESHOLD_": str(128 << 20),
+}
 
 
 class WorkerProcess:

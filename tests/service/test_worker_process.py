@@ -57,9 +57,14 @@ def test_the_worker_allocates_as_it_is_told(
         if wanted is not None:
             monkeypatch.setenv("MALLOC_MMAP_THRESHOLD_", wanted)
         with WorkerProcess(fake_worker_command()) as worker:
-            variables = Path(f"/proc/{worker.pid}/environ").read_bytes().split(b"\0")
-        value = wanted or worker_process.ALLOCATION["MALLOC_MMAP_THRESHOLD_"]
-        assert f"MALLOC_MMAP_THRESHOLD_={value}".encode() in variables
+            environ = Path(f"/proc/{worker.pid}/environ")
+            assert wait_until(lambda path=environ: path.read_bytes() != b"")
+            variables = environ.read_bytes().split(b"\0")
+        settings = dict(worker_process.ALLOCATION)
+        if wanted is not None:
+            settings["MALLOC_MMAP_THRESHOLD_"] = wanted
+        for name, value in settings.items():
+            assert f"{name}={value}".encode() in variables
 
 
 def test_stop_ends_the_process_and_removes_its_socket(fake_worker_command: Command) -> None:

@@ -11,27 +11,26 @@ from dataclasses import replace
 from stemserve.proto.v1 import worker_pb2
 from stemserve.service.batching.admission import Admission
 from stemserve.service.batching.admission import BatcherLimits as BatcherLimits
+from stemserve.service.batching.answers import Answers
 from stemserve.service.batching.burst_size import BurstSize
 from stemserve.service.batching.explain_plan import ExplainedPlan as ExplainedPlan
 from stemserve.service.batching.explain_plan import copy_residents, explain_steps
 from stemserve.service.batching.generate_progress import GenerateProgress
 from stemserve.service.batching.job_intake import JobIntake
-from stemserve.service.batching.job_progress import JobProgress
 from stemserve.service.batching.job_table import JobTable
 from stemserve.service.batching.kv_cache import KvCache
 from stemserve.service.batching.pins import Pins
+from stemserve.service.batching.prefix_forest import ForestMemory
 from stemserve.service.batching.sampler_slots import SamplerSlots
 from stemserve.service.batching.step_builder import IssuedStep, StepBuilder
 from stemserve.service.batching.step_failure import undo_step
-from stemserve.service.batching.step_outputs import StepOutputs, read_outputs
+from stemserve.service.batching.step_outputs import read_outputs
 from stemserve.service.batching.step_planner import StepPlanner
 from stemserve.service.errors import EngineFault, InvalidRequest
 from stemserve.service.request import (
     Event,
-    GenerateChunk,
     Int32,
     Job,
-    JobFailed,
     Load,
     Realm,
     WorkerFacts,
@@ -47,7 +46,6 @@ class Batcher:
         self._facts = facts
         self._limits = limits
         self._clock = clock
-        self._events: list[Event] = []
         self._next_arrival = 0
         self._next_step_id = 1
         self._reset()
@@ -62,10 +60,12 @@ class Batcher:
         self._issued: deque[IssuedStep] = deque()
         self._deadlines: list[tuple[float, int]] = []  # heap; with the arrival number
         self._burst = BurstSize(facts.max_burst_steps, max_seconds=self._limits.max_burst_s)
+        self._forests = ForestMemory(facts.page_size)
         self._planner = StepPlanner(self._jobs, self._limits, self._cache, self._burst)
         self._admission = Admission(
             self._limits, num_pages=facts.kv_pages, num_slots=facts.sampler_slots
         )
+        self._answers = Answers(self._jobs, self._admission, clock=self._clock)
         self._intake = JobIntake(
             self._limits,
             cache=self._cache,
@@ -101,7 +101,7 @@ class Batcher:
         job = self._jobs.find(request_id)
         if isinstance(job, GenerateProgress):
             job.stop_sample(sample)
-            self._finish(job, self._clock())
+            self._answers.finish(job, self._clock())
 
     def plan_step(self) -> worker_pb2.StepPlan | None:
         """None: nothing can be scheduled now. Events may have come up: `take_events`."""
@@ -132,7 +132,7 @@ class Batcher:
             self._fail_step(issued, fault)
         else:
             self._learn_speed(issued, result.step_seconds)
-            self._deliver(issued, outputs, result)
+            self._answers.deliver(issued, outputs, result.groups)
         for job in map(self._jobs.by_arrival, issued.shares):
             if job is not None:
                 self._jobs.end_in_flight(job)
@@ -145,15 +145,15 @@ class Batcher:
 
     def take_events(self) -> list[Event]:
         """Events that came up outside of `apply`: late jobs, and jobs that ended without a step."""
-        events, self._events = self._events, []
-        return events
+        return self._answers.take()
 
     def fail_all(self, error: Exception) -> list[Event]:
         """The worker is lost: every job fails, and nothing is cached any more."""
-        failed = [JobFailed(request_id=job.request_id, error=error) for job in self._jobs.live()]
-        self._events += failed
+        for job in self._jobs.live():
+            self._answers.fail(job, error)
+        events = self.take_events()
         self._reset()
-        return self.take_events()
+        return events
 
     def explain(self, job: Job) -> Iterator[ExplainedPlan]:
         """Raises as `submit`; changes nothing. The steps are planned as they are taken, by any
@@ -196,6 +196,10 @@ class Batcher:
     def unpin(self, key: str) -> None:
         self._pins.unpin(key)
 
+    def clear_cache(self) -> int:
+        """Free what is cached and neither in use nor pinned; returns how many pages."""
+        return self._cache.clear()
+
     def check_idle(self) -> None:
         """Raises RuntimeError unless all jobs are gone and every page is free or cached."""
         if len(self._jobs) or self._issued:
@@ -217,8 +221,7 @@ class Batcher:
             _, arrival = heapq.heappop(self._deadlines)
             job = self._jobs.by_arrival(arrival)
             if job is not None and not job.has_ended:
-                self._events.append(job.expire(now))
-                self._jobs.end(job)
+                self._answers.expire(job, now)
 
     def _build_step(self) -> tuple[worker_pb2.StepPlan, IssuedStep] | None:
         self._planner.suspend_yielding()
@@ -228,6 +231,7 @@ class Batcher:
                 self._next_step_id,
                 page_size=self._facts.page_size,
                 max_rows=self._limits.max_step_tokens,
+                forests=self._forests,
             )
             self._planner.plan(step)
             built = step.finish(self._cache.tree.release)
@@ -241,7 +245,7 @@ class Batcher:
     def _finish_idle(self, now: float) -> None:
         for job in list(self._jobs.running):
             if not job.in_flight:
-                self._finish(job, now)
+                self._answers.finish(job, now)
 
     def _learn_speed(self, issued: IssuedStep, seconds: float) -> None:
         if 2 * issued.decode_rows <= issued.num_rows:
@@ -249,53 +253,12 @@ class Batcher:
         elif issued.decode_rows == issued.num_rows:
             self._burst.observe(issued.num_rows, issued.repeat, seconds, self._clock())
 
-    def _deliver(
-        self, issued: IssuedStep, outputs: StepOutputs, result: worker_pb2.StepResult
-    ) -> None:
-        now = self._clock()
-        for arrival in issued.shares:
-            job = self._jobs.by_arrival(arrival)
-            if job is None or job.has_ended:
-                continue
-            job.add_kv(issued, result.groups)
-            events = job.deliver(outputs)
-            self._charge(job, events, now)
-            self._events += events
-            if any(isinstance(event, JobFailed) for event in events):
-                self._jobs.end(job)
-            else:
-                self._finish(job, now)
-
-    def _charge(self, job: JobProgress, events: list[Event], now: float) -> None:
-        """For what is generated, which no prompt's length tells."""
-        tokens = sum(len(event.tokens) for event in events if isinstance(event, GenerateChunk))
-        if tokens:
-            self._jobs.waiting.charge(job.tenant, tokens)
-            self._admission.charge(job.tenant, tokens, now)
-
-    def _finish(self, job: JobProgress, now: float) -> None:
-        """End the job if all its results are in."""
-        last = job.finish(now)
-        if last is None:
-            return
-        if isinstance(last, GenerateChunk) and self._events:
-            newest = self._events[-1]
-            if isinstance(newest, GenerateChunk) and newest.request_id == last.request_id:
-                last = replace(last, tokens=newest.tokens)
-                del self._events[-1]
-        self._events.append(last)
-        self._jobs.end(job)
-
     def _fail_step(self, issued: IssuedStep, fault: EngineFault) -> None:
         for arrival in undo_step(issued, self._issued, self._jobs.by_arrival):
             job = self._jobs.by_arrival(arrival)
             if job is not None and not job.has_ended:
-                self._fail(job, fault)
+                self._answers.fail(job, fault)
         self._recheck()
-
-    def _fail(self, job: JobProgress, error: Exception) -> None:
-        self._events.append(JobFailed(request_id=job.request_id, error=error))
-        self._jobs.end(job)
 
     def _recheck(self) -> None:
         for job in self._jobs.running:

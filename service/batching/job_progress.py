@@ -3,10 +3,11 @@
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from stemserve.proto.v1 import worker_pb2
 from stemserve.service.batching.prefix_tree import PageNode
-from stemserve.service.batching.step_builder import IssuedStep, StepBuilder
+from stemserve.service.batching.step_builder import IssuedStep, Share, StepBuilder
 from stemserve.service.batching.step_outputs import StepOutputs
 from stemserve.service.errors import DeadlinePassed
 from stemserve.service.request import Event, Job, JobFailed, JobTiming
@@ -32,6 +33,28 @@ class Ticket:
     def urgency(self) -> tuple[float, int]:
         due = self.submitted_s + PATIENCE_S if self.deadline is None else self.deadline
         return due, self.arrival
+
+
+class KvByRow(NamedTuple):
+    """Bytes of KV that a step's attention read, or did not have to, for each of its rows."""
+
+    decode_read: float
+    decode_avoided: float
+    prefill_read: float  # items too
+    prefill_avoided: float
+
+    @classmethod
+    def of(cls, issued: IssuedStep, groups: Sequence[worker_pb2.GroupReport]) -> "KvByRow":
+        decode = [group for group in groups if group.phase == "decode"]
+        prefill = [group for group in groups if group.phase != "decode"]
+        decode_rows = max(1, issued.decode_rows)
+        prefill_rows = max(1, issued.num_rows - issued.decode_rows)
+        return cls(
+            sum(group.kv_read_bytes for group in decode) / decode_rows,
+            sum(group.kv_avoided_bytes for group in decode) / decode_rows,
+            sum(group.kv_read_bytes for group in prefill) / prefill_rows,
+            sum(group.kv_avoided_bytes for group in prefill) / prefill_rows,
+        )
 
 
 class JobProgress(ABC):
@@ -98,16 +121,13 @@ class JobProgress(ABC):
     def recheck(self) -> None:
         """Pages that it holds may have lost what a failed step should have computed."""
 
-    def add_kv(self, issued: IssuedStep, groups: Sequence[worker_pb2.GroupReport]) -> None:
+    def add_kv(self, share: Share, kv: KvByRow) -> None:
         """Take its share, by rows, of the KV that a step's attention read."""
-        mine = issued.shares[self.arrival]
-        for group in groups:
-            is_decode = group.phase == "decode"
-            rows = mine.decode_rows if is_decode else mine.prefill_rows
-            total = issued.decode_rows if is_decode else issued.num_rows - issued.decode_rows
-            if rows:
-                self._kv_read_bytes += group.kv_read_bytes * rows / total
-                self._kv_avoided_bytes += group.kv_avoided_bytes * rows / total
+        self._kv_read_bytes += share.decode_rows * kv.decode_read
+        self._kv_avoided_bytes += share.decode_rows * kv.decode_avoided
+        if share.prefill_rows:
+            self._kv_read_bytes += share.prefill_rows * kv.prefill_read
+            self._kv_avoided_bytes += share.prefill_rows * kv.prefill_avoided
 
     @property
     def kv_read_bytes(self) -> int:

@@ -207,6 +207,10 @@ class CodecDecode:
         self.run_into(plan, q, kv, AttentionState(out, lse))
         return AttentionState(out, lse)
 
+    def run_at(self, plan: DecodePlan, q: Tensor, kv: LayerKV, out: Tensor) -> None:
+        lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
+        self.run_into(plan, q, kv, AttentionState(out[: len(q)], lse))
+
     def run_into(self, plan: DecodePlan, q: Tensor, kv: LayerKV, target: AttentionState) -> None:
         if plan.tables.capacity.rows == 0:
             return

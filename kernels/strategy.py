@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -102,6 +102,16 @@ class Work:
     @property
     def kv_tokens_read(self) -> int:
         return sum(part.kv_tokens_read for part in self.parts)
+
+
+@runtime_checkable
+class PlacesResults(Protocol):
+    """A strategy whose results need no copy to where they are wanted."""
+
+    def run_at(self, plan: Any, q: Tensor, kv: LayerKV, out: Tensor) -> None:
+        """As `run`, with the result in the first rows of `out`: [room, query_heads, head_dim],
+        contiguous, with room for all rows of q. What is behind them may be overwritten."""
+        ...
 
 
 class Strategy(Protocol):

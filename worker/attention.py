@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 from stemserve.kernels.attention_state import LayerKV
+from stemserve.kernels.fused.heads import Heads
 from stemserve.kernels.host_array import device_tensor
-from stemserve.kernels.strategy import Work
+from stemserve.kernels.strategy import PlacesResults, Work
 from stemserve.worker.dispatch import Choice
 from stemserve.worker.kv_pool import KvPool
 from stemserve.worker.step import Step
@@ -39,6 +40,10 @@ class StepAttention:
         self._is_one_group = (
             len(self.groups) == 1 and isinstance(first, slice) and first.stop == step.num_rows
         )
+        self._placing: PlacesResults | None = None
+        strategy = self.groups[0].choice.strategy
+        if self._is_one_group and isinstance(strategy, PlacesResults):
+            self._placing = strategy
 
     def __call__(
         self,
@@ -55,10 +60,26 @@ class StepAttention:
             out[rows] = self._run(group, layer, q[rows], k[rows], v[rows])
         return out
 
-    def _run(self, group: PlannedGroup, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        kv = LayerKV(self._pool.k_pages(layer), self._pool.v_pages(layer), k, v)
+    def into(
+        self,
+        layer: int,
+        heads: Heads,  # [rows, heads, head_dim] each
+        out: Tensor,  # [room, query_heads, head_dim], contiguous
+    ) -> None:
+        """The result in the first rows of `out`; what is behind them may be overwritten."""
+        if self._placing is None:
+            out[: len(heads.q)].copy_(self(layer, *heads))
+            return
+        group, kv = self.groups[0], self._kv(layer, heads.k, heads.v)
         with group.clock:
-            return group.choice.strategy.run(group.plan, q, kv).out
+            self._placing.run_at(group.plan, heads.q, kv, out)
+
+    def _run(self, group: PlannedGroup, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        with group.clock:
+            return group.choice.strategy.run(group.plan, q, self._kv(layer, k, v)).out
+
+    def _kv(self, layer: int, k: Tensor, v: Tensor) -> LayerKV:
+        return LayerKV(self._pool.k_pages(layer), self._pool.v_pages(layer), k, v)
 
 
 def _plan(choice: Choice, device: torch.device, timed: bool) -> PlannedGroup:

@@ -6,6 +6,7 @@ from typing import Protocol
 from torch import Tensor
 
 from stemserve.kernels.host_array import device_tensor
+from stemserve.worker.attention import StepAttention
 from stemserve.worker.graphs.capture import Capture
 from stemserve.worker.graphs.piecewise import PiecewiseModel
 from stemserve.worker.kv_pool import KvPool
@@ -57,7 +58,9 @@ class Forward:
         yield from pieces.capture(buckets, capture)
         self._pieces = pieces
 
-    def __call__(self, step: Step, attend: Attend, readout: Readout) -> Tensor:  # [kept, hidden]
+    def __call__(
+        self, step: Step, attend: StepAttention, readout: Readout
+    ) -> Tensor:  # [kept, hidden]
         rows = step.num_rows
         bucket = None if self._pieces is None else self._pieces.bucket(rows)
         inputs = self._inputs.put(step.token_ids, step.positions, step.kv_slots, bucket or rows)

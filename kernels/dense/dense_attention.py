@@ -1,6 +1,8 @@
 """Cascade and split prefill by the dense kernel: a launch a stage, whatever the forest."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from operator import is_
 from typing import Any
 
 import numpy as np
@@ -8,7 +10,13 @@ import torch
 from torch import Tensor
 
 from stemserve.kernels.attention_state import AttentionState, LayerKV
-from stemserve.kernels.dense.dense_launch import STAGES, DenseLauncher, DeviceTiles, Sources
+from stemserve.kernels.dense.dense_launch import (
+    STAGES,
+    DenseLauncher,
+    DeviceTiles,
+    Matrix,
+    Sources,
+)
 from stemserve.kernels.dense.dense_native import NativeDense
 from stemserve.kernels.dense.dense_packed import PackedPlan, PackedStage, pack
 from stemserve.kernels.dense.dense_plan import DenseHost
@@ -30,12 +38,13 @@ class DenseStage:
     merge: RowMerge | None  # None: no tile is divided
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class DensePlan:
     work: Work
     stages: list[DenseStage]
     copy: TokenCopy | None
     partial_rows: int
+    fixed: tuple[Sources, list[Matrix]] | None = None  # of the layer before
 
 
 class DenseAttention:
@@ -84,22 +93,42 @@ class DenseAttention:
 
     def run(self, plan: DensePlan, q: Tensor, kv: LayerKV) -> AttentionState:
         rows, heads, dim = q.shape
-        written = rows + plan.partial_rows
-        target = AttentionState(
-            q.new_empty(written, heads, dim), q.new_empty(written, heads, dtype=torch.float32)
-        )
-        copies = (kv.k_rows, kv.v_rows)  # never read
-        if plan.copy is not None:
-            copies = (plan.copy.k, plan.copy.v)
-            plan.copy.run(kv)
-        sources = Sources(q, kv.k_rows, kv.v_rows, *copies)
-        for stage in plan.stages:
-            self._launcher.launch(stage.tiles, sources, target)
-            if stage.merge is not None:
-                stage.merge.run(target, target)
+        target = self._target(q, q.new_empty(rows + plan.partial_rows, heads, dim))
+        self._launch(plan, self._sources(plan, q, kv).matrices(), kv, target)
         if not plan.partial_rows:
             return target
         return AttentionState(target.out[:rows], target.lse[:rows])
+
+    def run_at(self, plan: DensePlan, q: Tensor, kv: LayerKV, out: Tensor) -> None:
+        """Partial results go behind the rows, where there is room.
+
+        Made for layers that have the same tensors, with other numbers.
+        """
+        if len(q) + plan.partial_rows > len(out):
+            out[: len(q)].copy_(self.run(plan, q, kv).out)
+            return
+        sources = self._sources(plan, q, kv)
+        if plan.fixed is None or not all(map(is_, plan.fixed[0], sources)):
+            plan.fixed = sources, sources.matrices()
+        self._launch(plan, plan.fixed[1], kv, self._target(q, out))
+
+    def _target(self, q: Tensor, out: Tensor) -> AttentionState:
+        return AttentionState(out, q.new_empty(len(out), q.shape[1], dtype=torch.float32))
+
+    def _sources(self, plan: DensePlan, q: Tensor, kv: LayerKV) -> Sources:
+        if plan.copy is None:
+            return Sources(q, kv.k_rows, kv.v_rows, kv.k_rows, kv.v_rows)  # never read
+        return Sources(q, kv.k_rows, kv.v_rows, plan.copy.k, plan.copy.v)
+
+    def _launch(
+        self, plan: DensePlan, matrices: Sequence[Matrix], kv: LayerKV, target: AttentionState
+    ) -> None:
+        if plan.copy is not None:
+            plan.copy.run(kv)
+        for stage in plan.stages:
+            self._launcher.launch(stage.tiles, matrices, target)
+            if stage.merge is not None:
+                stage.merge.run(target, target)
 
     def _packed(self, layout: AttentionLayout) -> PackedPlan:
         if self._native is not None:

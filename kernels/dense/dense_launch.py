@@ -1,5 +1,6 @@
 """Launches the dense kernel: Q, K and V as TMA descriptors, and the kernel compiled once."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -41,8 +42,11 @@ class Sources(NamedTuple):
     k_copies: Tensor
     v_copies: Tensor
 
+    def matrices(self) -> "list[Matrix]":
+        return [Matrix.of(source) for source in self]
 
-class _Matrix(NamedTuple):
+
+class Matrix(NamedTuple):
     """As much of a descriptor as a compiled kernel's launcher reads."""
 
     base: Tensor
@@ -51,7 +55,7 @@ class _Matrix(NamedTuple):
     padding: str
 
     @classmethod
-    def of(cls, tensor: Tensor) -> "_Matrix":
+    def of(cls, tensor: Tensor) -> "Matrix":
         """[rows, heads * head_dim]; rows may lie apart, as in a view of a projection."""
         rows, heads, dim = tensor.shape
         row_stride, head_stride, stride = tensor.stride()
@@ -76,9 +80,11 @@ class DenseLauncher:
         self.processors: int = cuda.get_device_properties(device).multi_processor_count
         self._compiled: dict[torch.dtype, Any] = {}
 
-    def launch(self, tables: DeviceTiles, sources: Sources, target: AttentionState) -> None:
+    def launch(
+        self, tables: DeviceTiles, matrices: Sequence[Matrix], target: AttentionState
+    ) -> None:
+        """`matrices`: the sources, in their order."""
         shape = self._shape
-        matrices = [_Matrix.of(source) for source in sources]
         ctas, rounds = tables.items.shape[:2]
         others = (
             target.out,

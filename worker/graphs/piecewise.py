@@ -7,6 +7,7 @@ its own are padding, whose results nobody reads and whose keys and values are no
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -17,10 +18,8 @@ from stemserve.worker.graphs.capture import Capture
 from stemserve.worker.kv_pool import KvPool
 from stemserve.worker.kv_writes import KvWrites
 from stemserve.worker.models.layer_ops import SplitHeads
-from stemserve.worker.models.layers import Attend
 from stemserve.worker.models.transformer import Transformer
 from stemserve.worker.step_inputs import StepInputs
-
 
 NOBODY = np.empty(0, np.int32)
 
@@ -41,22 +40,32 @@ class StaticRows:
         )
 
 
+class AttendInto(Protocol):
+    """Attention of all rows of the step in one layer; see StepAttention."""
+
+    def into(self, layer: int, heads: Heads, out: Tensor) -> None: ...
+
+
 class Pieces:
     """The pieces of a model for one bucket: one before each attention but none after the last."""
 
-    def __init__(self, static: StaticRows, replays: Sequence[Callable[[], None]]) -> None:
+    def __init__(
+        self,
+        static: StaticRows,
+        room: Tensor,  # static.mixed, and what is behind it
+        replays: Sequence[Callable[[], None]],
+    ) -> None:
         self.static = static
+        self.room = room
         self._replays = replays
 
-    def run(self, rows: int, attend: Attend) -> tuple[Tensor, Tensor]:
+    def run(self, rows: int, attend: AttendInto) -> None:
         """From the first residual to the result of the last attention, and the last residual."""
         heads = Heads(*(part[:rows] for part in self.static.heads))
-        mixed = self.static.mixed[:rows]
-        by_head = mixed.view(heads.q.shape)
+        out = self.room.view(len(self.room), *heads.q.shape[1:])
         for layer, replay in enumerate(self._replays):
             replay()
-            by_head.copy_(attend(layer, *heads))
-        return mixed, self.static.residual[:rows]
+            attend.into(layer, heads, out)
 
 
 class PiecewiseModel:
@@ -86,23 +95,25 @@ class PiecewiseModel:
             static = self._static.first(bucket)
             self._inputs.put(NOBODY, NOBODY, NOBODY, bucket)  # captured work runs once, too
             works = self._works(static, bucket)
-            self._pieces[bucket] = Pieces(static, [capture(work) for work in works])
+            replays = [capture(work) for work in works]
+            self._pieces[bucket] = Pieces(static, self._static.mixed, replays)
             yield bucket
 
     def hidden(
         self,
         token_ids: Tensor,  # [rows]
-        attend: Attend,
+        attend: AttendInto,
         keep_rows: Tensor | None,  # [kept] rows that go on after the last attention; None: all
         bucket: int,
     ) -> Tensor:  # [kept, hidden]
         """Positions and slots of the bucket's rows are in the step inputs."""
         pieces, rows = self._pieces[bucket], len(token_ids)
         self._model.embed_into(token_ids, pieces.static.residual[:rows])
-        mixed, residual = pieces.run(rows, attend)
-        if keep_rows is not None:
-            mixed, residual = mixed[keep_rows], residual[keep_rows]
-        return self._model.end(mixed, residual)
+        pieces.run(rows, attend)
+        mixed, residual = pieces.static.mixed, pieces.static.residual
+        if keep_rows is None:
+            return self._model.end(mixed[:rows], residual[:rows])
+        return self._model.end(mixed[keep_rows], residual[keep_rows])
 
     def _works(self, static: StaticRows, bucket: int) -> Iterator[Callable[[], None]]:
         inputs, model = self._inputs.fixed(bucket), self._model

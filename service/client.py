@@ -103,10 +103,13 @@ class Client:
         options: inference_pb2.ScoreRequest | None = None,
     ) -> Scores:
         """Score token ids as continuations of the contexts."""
-        packed = inference_pb2.PackedTokens(
-            tokens=token_blob(pack(items).tokens), offsets=pack(items).indptr.tolist()
+        packed = pack(items)
+        request = inference_pb2.ScoreRequest(
+            item_tokens=inference_pb2.PackedTokens(
+                tokens=token_blob(packed.tokens), offsets=packed.indptr.tolist()
+            ),
+            contexts=contexts,
         )
-        request = inference_pb2.ScoreRequest(item_tokens=packed, contexts=contexts)
         return await self.score_request(_with_mode(request, mode, options))
 
     async def rank(self, query: str, prefix_ids: Sequence[str]) -> Scores:

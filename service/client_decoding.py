@@ -26,7 +26,9 @@ def scores(message: inference_pb2.ScoreResponse, *, more: bool = False) -> Score
     rows = message.shape[0] if message.shape else 0
     return Scores(
         scores=np.array(message.scores, dtype=np.float32).reshape(tuple(message.shape)),
-        item_index=np.array(message.item_index or range(rows), dtype=np.int64),
+        item_index=np.array(message.item_index, dtype=np.int64)
+        if message.item_index
+        else np.arange(rows),
         label_mass=np.array(message.label_mass, dtype=np.float32),
         is_greedy=np.array(message.is_greedy, dtype=np.bool_),
         token_logprobs=tuple(

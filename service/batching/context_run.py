@@ -113,16 +113,17 @@ class ContextRun:
     def _plan_items(self, step: StepBuilder, pieces: StepPieces) -> bool:
         """Pack as many whole units as fit. False: not even the next one does."""
         layout, first = self._layout, self._unit
-        row_limit = int(layout.row_indptr[first]) + step.room
-        fitting = int(np.searchsorted(layout.row_indptr, row_limit, side="right")) - 1
+        # Of the array's own type: another would have it converted.
+        row_limit = np.int32(layout.row_indptr[first] + step.room)
+        fitting = int(layout.row_indptr.searchsorted(row_limit, side="right")) - 1
         end = min(fitting, self._end_unit)
-        is_long = layout.unit_rows[first:end] > self._options.max_item_rows
-        if is_long.any():
-            end = first + int(is_long.argmax())
+        lengths = layout.unit_rows[first:end]
+        if lengths.max(initial=0) > self._options.max_item_rows:
+            end = first + int((lengths > self._options.max_item_rows).argmax())
         if end == first:
             return False
         self._unit = end
-        first_row, end_row = layout.row_indptr[[first, end]].tolist()
+        first_row, end_row = int(layout.row_indptr[first]), int(layout.row_indptr[end])
         if first_row == end_row:
             return True
         lengths = layout.unit_rows[first:end]
@@ -131,7 +132,7 @@ class ContextRun:
         row = step.rows.add_items(
             layout.row_token[first_row:end_row],
             layout.row_offset[first_row:end_row],
-            lengths[lengths > 0],
+            lengths if lengths.all() else lengths[lengths > 0],
             stored,
             self._options.kernel,
         )
@@ -210,7 +211,8 @@ class ContextRun:
             else None,
         )
         indptr = reads.indptr[first : end + 1]
-        step.readouts.add_gathers(rows, np.diff(indptr), reads.ids[indptr[0] : indptr[-1]])
+        lengths = indptr[1:] - indptr[:-1]
+        step.readouts.add_gathers(rows, lengths, reads.ids[indptr[0] : indptr[-1]])
         pieces.reads.append(piece)
 
     def _classify(self, step: StepBuilder, pieces: StepPieces, units: Int32, rows: Int32) -> None:

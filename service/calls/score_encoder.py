@@ -54,7 +54,7 @@ class ScoreEncoder:
         labels = await self._labels(request.label_probabilities)
         count = len(items)
         item_context = (
-            np.fromiter(request.item_context, dtype=np.int32, count=count)
+            np.array(request.item_context, dtype=np.int32)
             if request.item_context
             else np.zeros(count, dtype=np.int32)
         )

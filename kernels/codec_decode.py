@@ -86,7 +86,7 @@ class CodecDecode:
         self.division = division
         self._costs = costs
         self._processors = processors
-        plain = not (numbers.soft_cap or numbers.window or division.fixed_split)
+        plain = not (numbers.soft_cap or numbers.window or division.fixed_split or numbers.converts)
         wanted = (numbers.dtype, shape.head_dim) in MEASURED if hopper is None else hopper
         self._hopper = wanted and plain and hopper_takes(shape, numbers.dtype, device)
 
@@ -114,6 +114,8 @@ class CodecDecode:
     def refusal(self, layout: AttentionLayout) -> str | None:
         if self.phase is Phase.DECODE and (reason := decode_refusal(layout)):
             return reason
+        if self.numbers.converts and layout.segment_is_item.any():
+            return f"tree decode reads no items beside pages of {self.numbers.page_dtype}"
         if layout.page_size not in PAGE_SIZES:
             return f"tree decode takes pages of {PAGE_SIZES} tokens, not {layout.page_size}"
         if self.shape.group > TILE_ROWS:
@@ -152,14 +154,17 @@ class CodecDecode:
         capacity: Capacity,
         partial: AttentionState,  # of `partial`, for at least the capacity's partial rows
         host: HostTables,  # of any layout
+        *,
+        paired: bool,
     ) -> DecodePlan:
-        """Serves all plans that the capacity holds, of this planner and by the Triton kernel."""
+        """Serves all plans of this planner that the capacity holds and that are `paired`, or not:
+        these are for the kernel of codec_hopper.cu."""
         return DecodePlan(
             tables=DeviceTables.at(buffer, capacity, host, roomy=True),
             partial_out=partial.out,
             partial_lse=partial.lse,
             merges=True,
-            on_hopper=False,
+            on_hopper=paired,
         )
 
     def partial(self, rows: int) -> AttentionState:

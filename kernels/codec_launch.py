@@ -39,8 +39,14 @@ class DecodeNumbers:
     dtype: torch.dtype  # of q and the result
     soft_cap: float = 0.0  # 0: none
     window: int = 0  # tokens that a row sees, itself included; 0: all
+    page_dtype: torch.dtype | None = None  # None: as q
     k_scale: float = 1.0  # of FP8 pages
     v_scale: float = 1.0
+
+    @property
+    def converts(self) -> bool:
+        """Pages keep other numbers than rows have."""
+        return self.page_dtype not in (None, self.dtype)
 
 
 def padded_dim(head_dim: int) -> int:

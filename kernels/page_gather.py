@@ -1,4 +1,7 @@
-"""Copies tokens out of the pages and the step's own rows, so that they lie in one tensor."""
+"""Copies tokens out of the pages and the step's own rows, so that they lie in one tensor.
+
+What pages keep as float8 is widened on the way.
+"""
 
 from typing import Any
 

@@ -41,5 +41,8 @@ def gather_tokens(
     v_own = tl.load(v_rows + row * v_row_stride + column, mask=in_rows, other=0.0)
     target = token.to(tl.int64)[:, None] * WIDTH + column
     written = inside[:, None] & used
+    # Pages may keep float8.
+    k = k.to(k_out.dtype.element_ty)
+    v = v.to(v_out.dtype.element_ty)
     tl.store(k_out + target, tl.where(in_pool, k, k_own), mask=written)
     tl.store(v_out + target, tl.where(in_pool, v, v_own), mask=written)

@@ -32,6 +32,14 @@ class StrategySet:
     withheld: frozenset[tuple[Phase, Kernel]] = frozenset()
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Numbers:
+    """Formats of what attention reads."""
+
+    of_rows: torch.dtype  # q, the step's own K and V, the result
+    of_pages: torch.dtype
+
+
 PREFILL = (Kernel.NAIVE, Kernel.SPLIT, Kernel.RAGGED, Kernel.MULTI_ITEM, Kernel.CUSTOM_MASK)
 DECODE = (Kernel.PAGED,)
 BOTH = (Kernel.CASCADE, Kernel.CODEC)
@@ -43,10 +51,13 @@ def strategies(
     device: torch.device,
     dtype: torch.dtype,
     costs: Costs,
+    page_dtype: torch.dtype | None = None,
     limits: CodecLimits | None = None,
 ) -> dict[tuple[Phase, Kernel], Strategy]:
     """The strategies of `strategy_set`."""
-    known = strategy_set(shape, device=device, dtype=dtype, costs=costs, limits=limits)
+    known = strategy_set(
+        shape, device=device, dtype=dtype, costs=costs, page_dtype=page_dtype, limits=limits
+    )
     return known.strategies
 
 
@@ -56,13 +67,15 @@ def strategy_set(
     device: torch.device,
     dtype: torch.dtype,
     costs: Costs,
+    page_dtype: torch.dtype | None = None,  # None: as q
     limits: CodecLimits | None = None,
 ) -> StrategySet:
     """`limits` of the torch codec's task division; None: the device runs one task at a time.
 
     One task is the case of a CPU, where each call is spread over all threads.
     """
-    flashinfer, lacking = _flashinfer(shape, device, dtype, costs)
+    numbers = Numbers(of_rows=dtype, of_pages=page_dtype or dtype)
+    flashinfer, lacking = _flashinfer(shape, device, numbers, costs)
     torch_codec = CodecAttention(shape, device, costs, limits or CodecLimits(workers=1))
     available: Sequence[Strategy] = (
         NaiveAttention(shape, device),
@@ -73,7 +86,7 @@ def strategy_set(
         CustomMaskAttention(shape, device),
         PagedAttention(shape, device),
         CascadeAttention(shape, device, Phase.DECODE),
-        *(_codec(shape, device, dtype, costs) or [torch_codec]),
+        *(_codec(shape, device, numbers, costs) or [torch_codec]),
         *flashinfer,
         *_dense(shape, device, dtype),
     )
@@ -92,16 +105,18 @@ def deterministic_set(shape: HeadShape, *, device: torch.device, dtype: torch.dt
 
 
 def _flashinfer(
-    shape: HeadShape, device: torch.device, dtype: torch.dtype, costs: Costs
+    shape: HeadShape, device: torch.device, numbers: Numbers, costs: Costs
 ) -> tuple[Sequence[Strategy], str | None]:
     """In place of torch's paths, and why not where they would be expected."""
+    dtype = numbers.of_rows
     if device.type != "cuda" or dtype == torch.float32:  # FlashInfer has no float32
         return (), None
     from stemserve.kernels.flashinfer_paths.flashinfer_backends import FlashInferUnavailable
     from stemserve.kernels.flashinfer_paths.flashinfer_registry import flashinfer_strategies
 
     try:
-        return flashinfer_strategies(shape, device, dtype, costs), None
+        found = flashinfer_strategies(shape, device, dtype, costs, page_dtype=numbers.of_pages)
+        return found, None
     except FlashInferUnavailable as error:
         log.warning("attention runs on torch's slower paths without FlashInfer: %s", error)
         return (), str(error)
@@ -117,14 +132,14 @@ def _dense(shape: HeadShape, device: torch.device, dtype: torch.dtype) -> Sequen
 
 
 def _codec(
-    shape: HeadShape, device: torch.device, dtype: torch.dtype, costs: Costs
+    shape: HeadShape, device: torch.device, numbers: Numbers, costs: Costs
 ) -> Sequence[Strategy]:
     """The tree kernel in Triton; nothing on a CPU, where Triton need not be installed."""
     if device.type != "cuda":
         return ()
     from stemserve.kernels.codec_decode import CodecDecode, DecodeNumbers
 
-    numbers = DecodeNumbers(dtype=dtype)
+    formats = DecodeNumbers(dtype=numbers.of_rows, page_dtype=numbers.of_pages)
     measured = costs.engines.get("tree") if isinstance(costs, CostTable) else None
     pieces = PieceCosts.of_engine(measured)
-    return [CodecDecode(shape, device, numbers, phase=phase, costs=pieces) for phase in Phase]
+    return [CodecDecode(shape, device, formats, phase=phase, costs=pieces) for phase in Phase]

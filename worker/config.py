@@ -37,6 +37,11 @@ class Dtype(StrEnum):
     FLOAT16 = "float16"
 
 
+class KvCacheDtype(StrEnum):
+    AUTO = "auto"  # the model's
+    FP8_E4M3 = "fp8_e4m3"
+
+
 class ConfigError(ValueError):
     """The worker cannot start as it was told to; the message says why, in one line."""
 
@@ -51,6 +56,7 @@ class WorkerConfig:
     kv_pages: int | None
     kv_memory_bytes: int | None
     gpu_memory_utilization: float
+    kv_cache_dtype: KvCacheDtype
     page_size: int
     threads: int | None
     max_step_tokens: int
@@ -58,6 +64,7 @@ class WorkerConfig:
     max_burst_steps: int | None  # None: by the device
     kernel: Kernel | None
     deterministic: bool
+    cuda_graphs: bool
     cost_table: Path | None
     parent_fd: int | None
     log_level: str
@@ -72,6 +79,8 @@ class WorkerConfig:
             raise ConfigError(f"--model {self.model} does not exist")
         if self.deterministic and self.kernel is not None:
             raise ConfigError("--deterministic has its own attention; it goes without --kernel")
+        if self.deterministic and self.kv_cache_dtype is not KvCacheDtype.AUTO:
+            raise ConfigError("--deterministic needs --kv-cache-dtype auto")
         if self.cost_table is not None and not self.cost_table.is_file():
             raise ConfigError(f"--cost-table {self.cost_table} is not a file")
 
@@ -185,6 +194,14 @@ def _add_cache(parser: argparse.ArgumentParser) -> None:
         help="of a GPU's memory, for weights, steps and KV cache together (default: %(default)s)",
     )
     group.add_argument(
+        "--kv-cache-dtype",
+        type=KvCacheDtype,
+        choices=list(KvCacheDtype),
+        default=KvCacheDtype.AUTO,
+        help="numbers of the KV cache; fp8_e4m3 halves or quarters its bytes and rounds to 4 bits "
+        "(default: %(default)s, the model's)",
+    )
+    group.add_argument(
         "--page-size",
         type=positive,
         default=PAGE_SIZE,
@@ -227,6 +244,12 @@ def _add_kernels(parser: argparse.ArgumentParser) -> None:
         "--deterministic",
         action="store_true",
         help="results that do not depend, bit for bit, on what runs beside them or on the cache",
+    )
+    group.add_argument(
+        "--no-cuda-graphs",
+        dest="cuda_graphs",
+        action="store_false",
+        help="launch every kernel by itself; slower, for debugging",
     )
     group.add_argument(
         "--cost-table",

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from stemserve.kernels.host_array import device_tensor
 from stemserve.kernels.layout import Int32
+from stemserve.kernels.page_format import raw, to_pages
 
 MAX_SLOTS = 2**31 - 1  # slots travel as int32
 
@@ -53,8 +54,9 @@ class KvPool:
         # Zeroed: whatever a kernel reads beyond a node's last token is finite.
         self._k = _zeros(size, shape.dtype, device)
         self._v = _zeros(size, shape.dtype, device)
-        self._k_slots = self._k.flatten(1, 2)  # [layers, slots, kv_heads, head_dim]
-        self._v_slots = self._v.flatten(1, 2)
+        # [layers, slots, kv_heads, head_dim], to be written by index
+        self._k_slots = raw(self._k).flatten(1, 2)
+        self._v_slots = raw(self._v).flatten(1, 2)
         self.shape = shape
         self.device = device
 
@@ -76,8 +78,9 @@ class KvPool:
         k: Tensor,  # [rows, kv_heads, head_dim]
         v: Tensor,  # [rows, kv_heads, head_dim]
     ) -> None:
-        self._k_slots[layer % len(self._k)].index_copy_(0, slots, k)
-        self._v_slots[layer % len(self._v)].index_copy_(0, slots, v)
+        for places, values in ((self._k_slots, k), (self._v_slots, v)):
+            stored = raw(to_pages(values, self.shape.dtype))
+            places[layer % len(places)].index_copy_(0, slots, stored)
 
     def copy(self, copies: Int32) -> None:  # [copies, 3] source page, destination page, tokens
         """Copy the first tokens of pages, in all layers. No page is both source and destination."""
@@ -94,8 +97,9 @@ class KvPool:
     def poison(self, pages: Int32) -> None:
         """Fill pages that nobody may read with NaN, so that a read shows."""
         index = device_tensor(pages.astype(np.int64), self.device)
-        self._k.index_fill_(1, index, torch.nan)
-        self._v.index_fill_(1, index, torch.nan)
+        nan = raw(torch.full((1,), torch.nan, device=self.device).to(self.shape.dtype))[0]
+        for values in (raw(self._k), raw(self._v)):
+            values.index_fill_(1, index, nan)
 
 
 def _zeros(size: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:

@@ -5,7 +5,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import assert_never
 
 import torch
 
@@ -13,8 +12,9 @@ from stemserve.kernels.pricing.cost_model import CostTable
 from stemserve.kernels.pricing.cost_table_file import tables_json
 from stemserve.kernels.registry import StrategySet, deterministic_set, strategy_set
 from stemserve.proto.v1 import worker_pb2
-from stemserve.worker.config import GPU_BURST_STEPS, ConfigError, Device, Dtype, WorkerConfig
+from stemserve.worker.config import GPU_BURST_STEPS, ConfigError, WorkerConfig
 from stemserve.worker.costs import device_costs
+from stemserve.worker.device_choice import page_dtype, pick_device, pick_dtype
 from stemserve.worker.dispatch import Dispatcher
 from stemserve.worker.forward import Forward
 from stemserve.worker.kv_pool import KvPool, KvShape
@@ -23,7 +23,7 @@ from stemserve.worker.memory_trial import MakeRunner, measure_memory
 from stemserve.worker.models.loader import fixed_ops, load_model
 from stemserve.worker.models.transformer import Transformer
 from stemserve.worker.models.weights import Progress
-from stemserve.worker.runner import ModelRunner
+from stemserve.worker.runner import Decoder, ModelRunner
 from stemserve.worker.sampler import Sampler
 from stemserve.worker.scorer import Scorer
 from stemserve.worker.step_checks import StepLimits
@@ -57,22 +57,63 @@ def make_parts(config: WorkerConfig, progress: Progress, check: Callable[[], Non
     heads = model.config.heads
     costs = device_costs(config.cost_table, heads, model.dtype, device, _checking(check))
     available = _strategies(config, model, costs)
-    make_runner = partial(_make_runner, config, model, available, costs)
+    make_engine = partial(_make_engine, config, model, available, costs)
+
+    def make_runner(pool: KvPool, limits: StepLimits) -> ModelRunner:
+        return make_engine(pool, limits).runner()
+
     shape = _kv_shape(config, model, make_runner)
     limits = _limits(config, model, shape)
-    runner = make_runner(_make_pool(shape, device), limits)
-    warm_up(runner, limits)
+    engine = make_engine(_make_pool(shape, device), limits)
+    warm_up(engine.runner(), limits)
+    runner = engine.runner(_decode_graphs(config, model, available, engine, check))
     return Parts(runner=runner, facts=_facts(config, model, shape, costs))
 
 
-def _make_runner(
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Engine:
+    forward: Forward
+    pool: KvPool
+    dispatcher: Dispatcher
+    sampler: Sampler
+    scorer: Scorer
+    limits: StepLimits
+
+    def runner(self, decoder: Decoder | None = None) -> ModelRunner:
+        return ModelRunner(
+            self.forward,
+            self.pool,
+            self.dispatcher,
+            self.sampler,
+            self.scorer,
+            self.limits,
+            decoder,
+        )
+
+
+def _decode_graphs(
+    config: WorkerConfig,
+    model: Transformer,
+    available: StrategySet,
+    engine: _Engine,
+    check: Callable[[], None],
+) -> Decoder | None:
+    if not config.cuda_graphs or config.deterministic or model.device.type != "cuda":
+        return None
+    # Here, so that a host without a GPU does without Triton.
+    from stemserve.worker.graphs.worker_decoder import capture_decoder
+
+    return capture_decoder(model, engine, available.strategies, forced=config.kernel, check=check)
+
+
+def _make_engine(
     config: WorkerConfig,
     model: Transformer,
     available: StrategySet,
     costs: CostTable,
     pool: KvPool,
     limits: StepLimits,
-) -> ModelRunner:
+) -> _Engine:
     sampler = Sampler(limits.sampler_slots, model.device)
     dispatcher = Dispatcher(
         available.strategies,
@@ -92,14 +133,22 @@ def _make_runner(
         draws_at_once=draws,
     )
     forward = Forward(model, pool, sampler, limits.max_step_tokens)
-    return ModelRunner(forward, pool, dispatcher, sampler, scorer, limits)
+    return _Engine(
+        forward=forward,
+        pool=pool,
+        dispatcher=dispatcher,
+        sampler=sampler,
+        scorer=scorer,
+        limits=limits,
+    )
 
 
 def _strategies(config: WorkerConfig, model: Transformer, costs: CostTable) -> StrategySet:
     heads, device, dtype = model.config.heads, model.device, model.dtype
     if config.deterministic:
         return deterministic_set(heads, device=device, dtype=dtype)
-    return strategy_set(heads, device=device, dtype=dtype, costs=costs)
+    pages = page_dtype(config.kv_cache_dtype, dtype, device)
+    return strategy_set(heads, device=device, dtype=dtype, page_dtype=pages, costs=costs)
 
 
 def _load(config: WorkerConfig, device: torch.device, progress: Progress) -> Transformer:
@@ -125,36 +174,6 @@ def _checking(check: Callable[[], None]) -> Progress:
     return progress
 
 
-def pick_device(choice: Device) -> torch.device:
-    has_gpu = torch.cuda.is_available()
-    match choice:
-        case Device.AUTO:
-            return torch.device("cuda" if has_gpu else "cpu")
-        case Device.CPU:
-            return torch.device("cpu")
-        case Device.CUDA:
-            if not has_gpu:
-                raise ConfigError("--device cuda: torch finds no GPU")
-            return torch.device("cuda")
-        case _:
-            assert_never(choice)
-
-
-def pick_dtype(choice: Dtype, device: torch.device) -> torch.dtype | None:
-    """None: the checkpoint's."""
-    match choice:
-        case Dtype.AUTO:
-            return torch.float32 if device.type == "cpu" else None
-        case Dtype.FLOAT32:
-            return torch.float32
-        case Dtype.BFLOAT16:
-            return torch.bfloat16
-        case Dtype.FLOAT16:
-            return torch.float16
-        case _:
-            assert_never(choice)
-
-
 def _kv_shape(config: WorkerConfig, model: Transformer, make_runner: MakeRunner) -> KvShape:
     one_page = KvShape(
         layers=model.config.num_layers,
@@ -162,7 +181,7 @@ def _kv_shape(config: WorkerConfig, model: Transformer, make_runner: MakeRunner)
         page_size=config.page_size,
         kv_heads=model.config.kv_heads,
         head_dim=model.config.head_dim,
-        dtype=model.dtype,
+        dtype=page_dtype(config.kv_cache_dtype, model.dtype, model.device),
     )
     if model.device.type == "cpu":
         room = cpu_kv_room()
@@ -177,9 +196,10 @@ def _kv_shape(config: WorkerConfig, model: Transformer, make_runner: MakeRunner)
 
 def _make_pool(shape: KvShape, device: torch.device) -> KvPool:
     log.info(
-        "KV cache: %d pages of %d tokens, %.0f MiB",
+        "KV cache: %d pages of %d tokens in %s, %.0f MiB",
         shape.pages,
         shape.page_size,
+        shape.dtype,
         shape.total_bytes / MIB,
     )
     try:
@@ -236,6 +256,7 @@ def _facts(
         has_lm_head=described.has_lm_head,
         class_labels=described.class_labels,
         kv_bytes_per_token=kv.bytes_per_token,
+        kv_dtype=str(kv.dtype).removeprefix("torch."),
         cost_table_json=tables_json([costs]),
         max_burst_steps=_burst_steps(config, model.device),
         deterministic=config.deterministic,

@@ -20,17 +20,29 @@ from stemserve.kernels.strategy import Strategy
 
 
 def flashinfer_strategies(
-    shape: HeadShape, device: torch.device, dtype: torch.dtype, costs: Costs
+    shape: HeadShape,
+    device: torch.device,
+    dtype: torch.dtype,
+    costs: Costs,
+    *,
+    page_dtype: torch.dtype,
 ) -> Sequence[Strategy]:
-    """FlashInferUnavailable: FlashInfer cannot serve these heads on this device."""
+    """Those that read the pages as they are only where pages keep `dtype`.
+
+    FlashInferUnavailable: FlashInfer cannot serve these heads on this device.
+    """
     # A table that was measured without FlashInfer cannot tell its backends apart.
     measured = not isinstance(costs, CostTable) or all(b.value in costs.engines for b in Backend)
-    runtime = flashinfer_runtime(shape, device, dtype, costs=costs if measured else None)
-    return (
+    widens = page_dtype != dtype
+    runtime = flashinfer_runtime(
+        shape, device, dtype, costs=costs if measured else None, widens=widens
+    )
+    copying = (
         FlashInferNaive(runtime),
         FlashInferRagged(runtime),
         FlashInferMultiItem(runtime),
         FlashInferCustomMask(runtime),
-        FlashInferPaged(runtime),
-        FlashInferCascadeDecode(runtime),
     )
+    if widens:
+        return copying
+    return (*copying, FlashInferPaged(runtime), FlashInferCascadeDecode(runtime))

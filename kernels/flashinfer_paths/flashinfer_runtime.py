@@ -23,6 +23,7 @@ class FlashInferRuntime:
     scratch: TokenScratch
     costs: StrategyCosts
     backends: tuple[Backend, ...]  # that may be chosen
+    widens: bool  # pages keep float8: they are copied, and never read as they are
 
 
 def flashinfer_runtime(
@@ -32,6 +33,7 @@ def flashinfer_runtime(
     *,
     costs: StrategyCosts | None = None,
     backends: tuple[Backend, ...] = tuple(Backend),
+    widens: bool = False,
 ) -> FlashInferRuntime:
     """With those of the `backends` that the device has; without `costs`, TileCosts chooses.
 
@@ -49,4 +51,5 @@ def flashinfer_runtime(
         scratch=TokenScratch(shape, device, dtype, max_tokens=SCRATCH_BYTES // token_bytes),
         costs=costs or TileCosts(shape, processors),
         backends=tuple(loaded),
+        widens=widens,
     )

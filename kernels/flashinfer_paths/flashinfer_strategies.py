@@ -61,7 +61,7 @@ class FlashInferRagged(FlashInferAttention):
 
     def refusal(self, layout: AttentionLayout) -> str | None:
         items = layout.segment_rows[layout.segment_is_item]
-        if not items.any():
+        if not items.any() and not self._runtime.widens:
             return None
         used = int(layout.node_tokens.sum(dtype=np.int64)) + int(items.sum(dtype=np.int64))
         # A page that is not full for every node, two for every item.
@@ -69,7 +69,7 @@ class FlashInferRagged(FlashInferAttention):
         return self.scratch_refusal(used + ends * layout.page_size)
 
     def tables(self, layout: AttentionLayout) -> BatchTables:
-        return ragged_tables(layout)
+        return ragged_tables(layout, copied=self._runtime.widens)
 
 
 class FlashInferMultiItem(FlashInferAttention):

@@ -64,15 +64,17 @@ def naive_batch(layout: AttentionLayout) -> PrefillBatch:
     return _batch(layout, rows, tokens, None)
 
 
-def ragged_tables(layout: AttentionLayout) -> BatchTables:
+def ragged_tables(layout: AttentionLayout, *, copied: bool = False) -> BatchTables:
     """Block tables that share the pages of the prefixes; a copy of them if there are items.
+
+    `copied`: always a copy.
 
     A page that an item's chain ends in is copied for each such item, with the item's rows after
     it: own tokens begin inside a page.
     """
     segments = row_segments(layout)
     is_item = layout.segment_is_item[segments]
-    if not is_item.any():
+    if not copied and not is_item.any():
         return pool_tables(layout, causal=True)
     nodes, size = layout.segment_node[segments], layout.page_size
     levels = chain_levels(layout, nodes)

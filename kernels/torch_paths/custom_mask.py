@@ -199,8 +199,8 @@ def _run_request(
     request: MaskedRequest, q: Tensor, kv: FlatKV, state: AttentionState, shape: HeadShape
 ) -> None:
     keys, values = (
-        torch.cat([slots.index_select(0, request.slots), rows.index_select(0, request.own_rows)])
-        for slots, rows in ((kv.k_slots, kv.k_rows), (kv.v_slots, kv.v_rows))
+        torch.cat([stored, rows.index_select(0, request.own_rows)])
+        for stored, rows in zip(kv.stored(request.slots), (kv.k_rows, kv.v_rows), strict=True)
     )
     weights = torch.tensor([1 << bit for bit in range(8)], dtype=torch.uint8, device=q.device)
     for start in range(request.row_start, request.row_stop, TILE_ROWS):

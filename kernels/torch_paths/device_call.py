@@ -10,6 +10,7 @@ from torch import Tensor
 from stemserve.kernels.attention_state import AttentionState, LayerKV
 from stemserve.kernels.host_array import device_tensor, index_tensor
 from stemserve.kernels.layout import HeadShape, Int32
+from stemserve.kernels.page_format import from_pages
 from stemserve.kernels.torch_paths.block_attention import attend
 from stemserve.kernels.torch_paths.calls import Call, OwnRows, PaddedTokens, PageTokens
 
@@ -27,6 +28,14 @@ class FlatKV(NamedTuple):
         slots = (-1, *kv.k_pages.shape[2:])
         return cls(kv.k_pages.view(slots), kv.v_pages.view(slots), kv.k_rows, kv.v_rows)
 
+    def stored(self, slots: slice | Tensor) -> tuple[Tensor, Tensor]:
+        """Keys and values of some slots, as numbers of the rows' kind."""
+        if isinstance(slots, slice):
+            k, v = self.k_slots[slots], self.v_slots[slots]
+        else:
+            k, v = self.k_slots.index_select(0, slots), self.v_slots.index_select(0, slots)
+        return from_pages(k, self.k_rows.dtype), from_pages(v, self.v_rows.dtype)
+
 
 class KeySource(Protocol):
     def fetch(self, kv: FlatKV) -> tuple[Tensor, Tensor]:  # [sequences, tokens, heads, head_dim]
@@ -42,7 +51,7 @@ class SlotRange:
     sequences: int
 
     def fetch(self, kv: FlatKV) -> tuple[Tensor, Tensor]:
-        k, v = kv.k_slots[self.start : self.stop], kv.v_slots[self.start : self.stop]
+        k, v = kv.stored(slice(self.start, self.stop))
         return k.expand(self.sequences, -1, -1, -1), v.expand(self.sequences, -1, -1, -1)
 
 
@@ -54,7 +63,7 @@ class SlotList:
     sequences: int
 
     def fetch(self, kv: FlatKV) -> tuple[Tensor, Tensor]:
-        k, v = kv.k_slots.index_select(0, self.slots), kv.v_slots.index_select(0, self.slots)
+        k, v = kv.stored(self.slots)
         return k.expand(self.sequences, -1, -1, -1), v.expand(self.sequences, -1, -1, -1)
 
 
@@ -66,7 +75,7 @@ class SlotTable:
     shape: tuple[int, int]
 
     def fetch(self, kv: FlatKV) -> tuple[Tensor, Tensor]:
-        k, v = kv.k_slots.index_select(0, self.slots), kv.v_slots.index_select(0, self.slots)
+        k, v = kv.stored(self.slots)
         return k.view(*self.shape, *k.shape[1:]), v.view(*self.shape, *v.shape[1:])
 
 

@@ -68,3 +68,16 @@ def test_a_scratch_grows_and_refuses_more_than_its_limit() -> None:
     assert scratch.capacity == 10_000
     with pytest.raises(ValueError, match="10001 tokens"):
         scratch.tokens(10_001)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_float8_pages_are_widened_on_the_way(dtype: torch.dtype) -> None:
+    kv = random_layer(7, 3, 64, dtype)
+    pages = [tensor.to(torch.float8_e4m3fn) for tensor in (kv.k_pages, kv.v_pages)]
+    kv = kv._replace(k_pages=pages[0], v_pages=pages[1])
+    sources = [5, -2, EMPTY, 27, -9, 0]
+    k, v = torch.full((2, len(sources), 3, 64), torch.nan, dtype=dtype, device=DEVICE)
+    TokenCopy(torch.tensor(sources, dtype=torch.int32, device=DEVICE), k, v).run(kv)
+    for copied, held, rows in ((k, pages[0], kv.k_rows), (v, pages[1], kv.v_rows)):
+        wide = held.to(dtype).flatten(0, 1)
+        torch.testing.assert_close(copied, expected(sources, wide, rows), atol=0, rtol=0)

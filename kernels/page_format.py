@@ -1,0 +1,24 @@
+"""How pages keep numbers: as they are computed, or as float8 that saturates."""
+
+import torch
+from torch import Tensor
+
+FP8 = torch.float8_e4m3fn
+FP8_MAX = 448.0
+
+
+def to_pages(values: Tensor, dtype: torch.dtype) -> Tensor:
+    """As the pages keep them. What float8 cannot hold becomes its largest number; NaN stays."""
+    if dtype == FP8:
+        values = values.clamp(-FP8_MAX, FP8_MAX)
+    return values.to(dtype)
+
+
+def from_pages(stored: Tensor, dtype: torch.dtype) -> Tensor:
+    """As attention computes with them."""
+    return stored if stored.dtype == dtype else stored.to(dtype)
+
+
+def raw(pages: Tensor) -> Tensor:
+    """The pages for indexed writes, which torch does not have for float8: its bytes."""
+    return pages.view(torch.uint8) if pages.dtype == FP8 else pages

@@ -5,7 +5,7 @@ import torch
 from tests.kernels.forests import head_shape
 
 from stemserve.kernels.pricing.cost_model import CostTable
-from stemserve.kernels.registry import strategies, strategy_set
+from stemserve.kernels.registry import deterministic_set, strategies, strategy_set
 from stemserve.kernels.strategy import Kernel, Phase
 
 
@@ -25,6 +25,18 @@ def test_every_strategy_is_registered_under_its_own_phase_and_kernel(costs: Cost
         (Phase.DECODE, Kernel.CODEC),
     }
     assert all((s.phase, s.kernel) == key for key, s in found.items())
+
+
+def test_a_deterministic_set_has_one_strategy_a_phase_and_withholds_the_others(
+    costs: CostTable,
+) -> None:
+    shape, cpu = head_shape(4, 2, 16), torch.device("cpu")
+    known = deterministic_set(shape, device=cpu, dtype=torch.float32)
+    assert sorted(phase for phase, _ in known.strategies) == sorted(Phase)
+    every = strategies(shape, device=cpu, dtype=torch.float32, costs=costs).keys()
+    assert known.withheld >= every - known.strategies.keys()
+    assert not known.withheld & known.strategies.keys()
+    assert known.lacking is None
 
 
 def test_a_cpu_lacks_nothing(costs: CostTable) -> None:

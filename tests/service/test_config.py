@@ -31,6 +31,10 @@ PEM = Path("none.pem")
         (lambda: WorkerConfig(device="tpu"), "'tpu' is not one of auto, cpu, cuda"),
         (lambda: WorkerConfig(kernel="magic"), "'magic' is not one of naive, split"),
         (lambda: WorkerConfig(threads=0), "threads 0 must be at least 1"),
+        (
+            lambda: WorkerConfig(deterministic=True, kernel="naive"),
+            "deterministic has its own attention",
+        ),
         (lambda: WorkerConfig(kv_pages=5, kv_memory=5), "kv_pages or kv_memory, not both"),
         (
             lambda: WorkerConfig(step_timeout_s=0),
@@ -70,6 +74,13 @@ def test_the_worker_is_told_only_what_was_asked_for() -> None:
         "--max-step-tokens": "64",
         "--log-level": "info",
     }
+
+
+def test_a_deterministic_worker_is_told_so() -> None:
+    words = WorkerConfig(deterministic=True).command(
+        Path("/models/m"), max_step_tokens=64, log_level="info"
+    )
+    assert words[-1] == "--deterministic"
 
 
 def test_the_cache_follows_the_desktop_convention(monkeypatch: pytest.MonkeyPatch) -> None:

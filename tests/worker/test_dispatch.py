@@ -89,6 +89,19 @@ def test_a_forced_kernel_of_the_other_phase_leaves_the_choice_to_the_cost_model(
     assert dispatcher.fallbacks == 0
 
 
+def test_a_forced_kernel_that_is_withheld_falls_back_counted_and_logged(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    naive, _ = naive_and_split()
+    withheld = [(Phase.PREFILL, Kernel.SPLIT)]
+    dispatcher = Dispatcher(toys(naive), TokenCosts(), forced=None, withheld=withheld)
+    with caplog.at_level(logging.WARNING):
+        choices = dispatcher.choose(two_trees(KERNEL_CODES[Kernel.SPLIT]))
+    assert summary(choices) == [(Kernel.NAIVE, Reason.FALLBACK, 2)]
+    assert dispatcher.fallbacks == 2
+    assert "split cannot run (its results depend on the batch)" in caplog.text
+
+
 def test_decode_rows_and_prompts_are_chosen_for_apart() -> None:
     paged = Toy(kernel=Kernel.PAGED, phase=Phase.DECODE, seconds_a_token=1)
     dispatcher = Dispatcher(toys(*naive_and_split(), paged), TokenCosts(), forced=None)

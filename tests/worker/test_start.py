@@ -46,6 +46,13 @@ def parts(folder: Path, costs_file: Path, *more: str) -> Parts:
     return make_parts(config(folder, *flags), lambda done, total: None, lambda: None)
 
 
+def test_a_deterministic_worker_says_so_and_takes_no_kernel(folder: Path, costs_file: Path) -> None:
+    assert parts(folder, costs_file, "--deterministic").facts.deterministic
+    assert not parts(folder, costs_file).facts.deterministic
+    with pytest.raises(ConfigError, match="--deterministic has its own attention"):
+        config(folder, "--deterministic", "--kernel", "naive")
+
+
 def test_flags_have_the_documented_defaults(folder: Path) -> None:
     found = config(folder)
     assert (found.page_size, found.load_format, found.kernel) == (16, LoadFormat.AUTO, None)

@@ -1,13 +1,13 @@
 """How far a Generate job has come: its prompt once, then a row a step for each sample."""
 
-
 from stemserve.service.batching.job_progress import JobProgress, Ticket
 from stemserve.service.batching.kv_cache import KvCache
 from stemserve.service.batching.prefix_forest import StoredChain
 from stemserve.service.batching.prefix_tree import PageNode
 from stemserve.service.batching.sample import Draw, Sample, sampler_message
+from stemserve.service.batching.sample_pages import Room, SamplePages
 from stemserve.service.batching.sampler_slots import SamplerSlots
-from stemserve.service.batching.sequence import Branch, Chain, pages_for
+from stemserve.service.batching.sequence import Chain, pages_for
 from stemserve.service.batching.step_builder import StepBuilder
 from stemserve.service.batching.step_outputs import StepOutputs
 from stemserve.service.errors import EngineFault
@@ -41,9 +41,9 @@ class GenerateProgress(JobProgress):
         self._job = job
         self._cache = cache
         self._slots = slots
-        self._chain: Chain | None = None  # the prompt; None: waits for pages
         self._prompt_is_planned = False  # computed, and its last row read, by issued steps
         self._samples = [Sample(index=i, spec=spec) for i, spec in enumerate(job.samplers)]
+        self._pages = SamplePages(job, self._samples, cache)
         self._draws: dict[int, list[Draw]] = {}  # by step
         self._counted_tokens = 0  # of the prompt: leading tokens that usage has counted
         self._computed_rows = 0
@@ -53,11 +53,11 @@ class GenerateProgress(JobProgress):
 
     @property
     def has_started(self) -> bool:
-        return self._chain is not None
+        return self._pages.chain is not None
 
     @property
     def holds_pages(self) -> bool:
-        return self._chain is not None
+        return self._pages.chain is not None
 
     @property
     def has_rows_to_plan(self) -> bool:
@@ -73,7 +73,7 @@ class GenerateProgress(JobProgress):
     def missing_pages(self, steps: int) -> int:
         """Pages that its samples lack for so many rows more, or as many as they have left."""
         return sum(
-            self._branch(sample).missing_pages(sample.stored + min(steps, self._left(sample)))
+            self._pages.branch(sample).missing_pages(sample.stored + min(steps, self._left(sample)))
             for sample in self._samples
             if self._is_ready(sample)
         )
@@ -87,13 +87,13 @@ class GenerateProgress(JobProgress):
                 return True
             start = sample.stored
             steps = min(step.max_steps, self._left(sample))
-            branch = sample.branch or self._branch(sample)
+            branch = sample.branch or self._pages.branch(sample)
             if start + steps > branch.num_pages * size:
-                if not self._cache.can_extend(branch, step):
+                room = self._pages.make_room(branch, start + steps, step)
+                if room is Room.LATER:
                     continue
-                if step.pages_blocked or not self._cache.extend(branch, start + steps, step):
+                if room is Room.NONE:
                     return False
-                self._drop_prompt_tail()
             row = rows.add_decode(sample.next_input, start, steps, branch, kernel)
             sample.stored = start + steps
             self._draw(sample, row, step, steps=steps)
@@ -103,10 +103,11 @@ class GenerateProgress(JobProgress):
         self.lacks_pages = False
         if self.is_yielding or not step.room:
             return
-        if self._chain is None and not self._start(step):
+        chain = self._pages.chain or self._start(step)
+        if chain is None:
             return
-        if self._chain is not None and not self._prompt_is_planned:
-            self._plan_prompt(step, self._chain)
+        if not self._prompt_is_planned:
+            self._plan_prompt(step, chain)
         if not self._prompt_is_planned:
             return
         for sample in filter(self._lacks_rows, self._samples):
@@ -158,27 +159,28 @@ class GenerateProgress(JobProgress):
     def release(self) -> None:
         for sample in self._samples:
             self._release_sample(sample)
-        if self._chain is not None:
-            self._cache.tree.release(self._chain.nodes)
-        self._chain, self._prompt_is_planned, self.is_yielding = None, False, False
+        self._pages.release_prompt()
+        self._prompt_is_planned = self.is_yielding = False
         self._resumes = True
 
     def held_nodes(self) -> list[PageNode]:
-        return [] if self._chain is None else self._chain.nodes
+        chain = self._pages.chain
+        return [] if chain is None else chain.nodes
 
     def recheck(self) -> None:
-        if self._chain is not None:
-            self._chain.recheck()
+        chain = self._pages.chain
+        if chain is not None:
+            chain.recheck()
             # A prompt that was found computed has had no row of its own in the lost step.
-            if self._chain.planned_tokens() < self._chain.length:
-                self._prompt_is_planned = False
+            if chain.planned_tokens() < chain.length:
+                self._prompt_is_planned, self._resumes = False, True
 
-    def _start(self, step: StepBuilder) -> bool:
+    def _start(self, step: StepBuilder) -> Chain | None:
         """Hold pages for the prompt, and slots; leaves room for the samples' first pages."""
         live = [sample for sample in self._samples if not sample.has_ended]
         if step.slots_blocked or self._slots.num_free < len(live):
             step.slots_blocked = True
-            return False
+            return None
         job, cache = self._job, self._cache
         prompt = len(job.prompt)
         needed = cache.missing_pages(job.prompt, job.realm) + step.rows.num_decodes
@@ -188,14 +190,14 @@ class GenerateProgress(JobProgress):
         others_hold_pages = cache.available_pages < cache.allocator.num_pages
         if step.pages_blocked or (needed > cache.available_pages and others_hold_pages):
             step.pages_blocked = True
-            return False
-        self._chain = cache.acquire(job.prompt, job.realm, step, own_tail=True)
-        if self._chain is None:
+            return None
+        self._pages.chain = cache.acquire(job.prompt, job.realm, step, own_tail=True)
+        if self._pages.chain is None:
             step.pages_blocked = True
-            return False
+            return None
         for sample, slot in zip(live, self._slots.take(len(live)), strict=True):
             sample.slot = slot
-        return True
+        return self._pages.chain
 
     def _plan_prompt(self, step: StepBuilder, chain: Chain) -> None:
         live = [sample for sample in self._samples if not sample.has_ended]
@@ -225,7 +227,6 @@ class GenerateProgress(JobProgress):
             not sample.has_ended
             and 0 < drawn < self._job.max_new_tokens
             and sample.stored == len(self._job.prompt) + drawn - 1
-            and self.is_decoding
         )
 
     def _left(self, sample: Sample) -> int:
@@ -239,16 +240,13 @@ class GenerateProgress(JobProgress):
 
     def _plan_lost_rows(self, sample: Sample, step: StepBuilder) -> bool:
         """Run some of them again. False: no pages for them now."""
-        branch = self._branch(sample)
+        branch = self._pages.branch(sample)
         tokens = sample.sequence(self._job.prompt)
         start = sample.stored
         stop = min(len(tokens), start + step.room)
-        if branch.missing_pages(stop):
-            if not self._cache.can_extend(branch, step):
-                return True
-            if step.pages_blocked or not self._cache.extend(branch, stop, step):
-                return False
-            self._drop_prompt_tail()
+        room = self._pages.make_room(branch, stop, step)
+        if room is not Room.FOUND:
+            return room is Room.LATER
         slots = branch.slots(start, stop)
         stored = StoredChain(branch.table, stop)
         row = step.rows.add_prefill(tokens[start:stop], slots, stored, self._job.kernel)
@@ -256,13 +254,6 @@ class GenerateProgress(JobProgress):
         if stop == len(tokens):
             self._draw(sample, row + stop - start - 1, step)
         return True
-
-    def _branch(self, sample: Sample) -> Branch:
-        if sample.branch is None:
-            capacity = len(self._job.prompt) + self._job.max_new_tokens - 1
-            size = self._cache.page_size
-            sample.branch = Branch(self._chain, capacity=capacity, page_size=size)
-        return sample.branch
 
     def _draw(
         self,
@@ -281,32 +272,14 @@ class GenerateProgress(JobProgress):
         draw = Draw(sample=sample, at=at, steps=steps, node=node)
         self._draws.setdefault(step.step_id, []).append(draw)
 
-    def _drop_prompt_tail(self) -> None:
-        """Once every sample has its own copy of the prompt's partial page, nobody here reads it."""
-        chain = self._chain
-        if chain is None or chain.tail is None:
-            return
-        for sample in self._samples:
-            started = sample.branch is not None and sample.branch.has_started
-            claims = sample.branch is not None and sample.branch.claimed is not None
-            if claims or not (started or sample.has_ended):
-                return
-        self._cache.tree.release([chain.nodes.pop()])
-
     def _settle(self, sample: Sample) -> None:
         """A sample that has ended leaves its pages in the tree when its last row is answered."""
-        if not sample.has_ended or sample.pending:
-            return
-        if sample.branch is not None and self._chain is not None:
-            stored = sample.sequence(self._job.prompt)[:-1]
-            self._cache.adopt(sample.branch, self._chain, stored, self._job.realm)
-            sample.branch = None
-        self._release_sample(sample)
+        if sample.has_ended and not sample.pending:
+            self._pages.settle(sample)
+            self._release_sample(sample)
 
     def _release_sample(self, sample: Sample) -> None:
-        if sample.branch is not None:
-            self._cache.drop(sample.branch)
-            sample.branch = None
+        self._pages.drop(sample)
         if sample.slot >= 0:
             self._slots.give_back(sample.slot)
             sample.slot = -1

@@ -1,0 +1,71 @@
+"""The pages in which the samples of a Generate job go on behind its prompt."""
+
+from collections.abc import Sequence
+from enum import Enum, auto
+
+from stemserve.service.batching.kv_cache import KvCache
+from stemserve.service.batching.sample import Sample
+from stemserve.service.batching.sequence import Branch, Chain
+from stemserve.service.batching.step_builder import StepBuilder
+from stemserve.service.request import GenerateJob
+
+
+class Room(Enum):
+    FOUND = auto()
+    LATER = auto()  # in the next step: the first page is a copy that has to wait
+    NONE = auto()  # until others let go of pages
+
+
+class SamplePages:
+    def __init__(self, job: GenerateJob, samples: Sequence[Sample], cache: KvCache) -> None:
+        self.chain: Chain | None = None  # the prompt; None: it holds no pages
+        self._job = job
+        self._samples = samples
+        self._cache = cache
+        self._capacity = len(job.prompt) + job.max_new_tokens - 1
+
+    def branch(self, sample: Sample) -> Branch:
+        if sample.branch is None:
+            size = self._cache.page_size
+            sample.branch = Branch(self.chain, capacity=self._capacity, page_size=size)
+        return sample.branch
+
+    def make_room(self, branch: Branch, tokens: int, step: StepBuilder) -> Room:
+        """Give the branch of a sample pages for that many tokens."""
+        if not branch.missing_pages(tokens):
+            return Room.FOUND
+        if not self._cache.can_extend(branch, step):
+            return Room.LATER
+        if step.pages_blocked or not self._cache.extend(branch, tokens, step):
+            return Room.NONE
+        self._drop_prompt_tail()
+        return Room.FOUND
+
+    def settle(self, sample: Sample) -> None:
+        """Leave what a sample that has ended computed in the tree."""
+        if sample.branch is not None and self.chain is not None:
+            stored = sample.sequence(self._job.prompt)[:-1]
+            self._cache.adopt(sample.branch, self.chain, stored, self._job.realm)
+            sample.branch = None
+
+    def drop(self, sample: Sample) -> None:
+        if sample.branch is not None:
+            self._cache.drop(sample.branch)
+            sample.branch = None
+
+    def release_prompt(self) -> None:
+        if self.chain is not None:
+            self._cache.tree.release(self.chain.nodes)
+        self.chain = None
+
+    def _drop_prompt_tail(self) -> None:
+        """Once every sample has its own copy of the prompt's partial page, nobody here reads it."""
+        chain = self.chain
+        if chain is None or chain.tail is None:
+            return
+        for sample in self._samples:
+            started = sample.branch is not None and sample.branch.has_started
+            claims = sample.branch is not None and sample.branch.claimed is not None
+            if claims or not (started or sample.has_ended):
+                return
+        self._cache.tree.release([chain.nodes.pop()])

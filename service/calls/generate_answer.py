@@ -1,8 +1,7 @@
 """Make one message of the new tokens that a step brought to the samples of a Generate call."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from itertools import groupby
 
 from stemserve.proto.v1 import inference_pb2
 from stemserve.service.calls.score_answer import usage_message
@@ -16,7 +15,9 @@ class GenerateAnswer:
     def __init__(
         self, request: inference_pb2.GenerateRequest, token_bytes: Sequence[bytes], samples: int
     ) -> None:
-        self._request = request
+        self._request_id = request.request_id
+        self._top_logprobs = bool(request.top_logprobs)
+        self._logprobs = request.logprobs or self._top_logprobs
         self._samples = [
             SampleText(token_bytes, request.stop, min_new_tokens=request.min_new_tokens)
             for _ in range(samples)
@@ -27,14 +28,11 @@ class GenerateAnswer:
         self, chunk: GenerateChunk
     ) -> tuple[inference_pb2.GenerateResponse | None, tuple[int, ...]]:
         """The message, if there is news, and the samples that a stop string ended just now."""
-        message = inference_pb2.GenerateResponse(
-            request_id=self._request.request_id, token_offsets=[0]
-        )
+        message = inference_pb2.GenerateResponse(request_id=self._request_id, token_offsets=(0,))
         stopped = list[int]()
-        tokens = sorted(chunk.tokens, key=lambda token: token.sample)
-        for sample, news in groupby(tokens, key=lambda token: token.sample):
+        for sample, news in _by_sample(chunk.tokens).items():
             if not self._samples[sample].finish:
-                self._add_sample(message, sample, list(news))
+                self._add_sample(message, sample, news)
                 if self._samples[sample].stopped_by_text:
                     stopped.append(sample)
         if chunk.usage is not None:
@@ -46,29 +44,39 @@ class GenerateAnswer:
     def _add_sample(
         self, message: inference_pb2.GenerateResponse, sample: int, news: Sequence[SampleToken]
     ) -> None:
-        state, text = self._samples[sample], ""
-        for token in news:
-            text += state.feed(token)
-            message.token_ids.append(token.token_id)
-            self._add_logprobs(message, token)
-            self.output_tokens += 1
-            if state.finish:
-                break
+        state = self._samples[sample]
+        text, count = state.feed(news)
+        if count < len(news):
+            news = news[:count]
+        self.output_tokens += count
+        message.token_ids.extend([token.token_id for token in news])
+        if self._logprobs:
+            message.logprobs.extend([token.logprob for token in news])
+        if self._top_logprobs:
+            message.top_logprobs.extend(map(_top_logprobs, news))
         message.sample_index.append(sample)
         message.text.append(text)
         message.finish_reason.append(state.finish)
         message.token_offsets.append(len(message.token_ids))
 
-    def _add_logprobs(self, message: inference_pb2.GenerateResponse, token: SampleToken) -> None:
-        if self._request.logprobs or self._request.top_logprobs:
-            message.logprobs.append(token.logprob)
-        if self._request.top_logprobs:
-            pairs = zip(token.top_ids, token.top_logprobs, strict=True)
-            message.top_logprobs.append(
-                inference_pb2.TopLogprobs(
-                    tokens=[
-                        inference_pb2.TokenLogprob(token_id=token_id, logprob=logprob)
-                        for token_id, logprob in pairs
-                    ]
-                )
-            )
+
+def _by_sample(tokens: Sequence[SampleToken]) -> Mapping[int, Sequence[SampleToken]]:
+    """In the order of the samples; most calls have one."""
+    if tokens and tokens[0].sample == tokens[-1].sample:
+        sample = tokens[0].sample
+        if all(token.sample == sample for token in tokens):
+            return {sample: tokens}
+    apart: dict[int, list[SampleToken]] = {}
+    for token in tokens:
+        apart.setdefault(token.sample, []).append(token)
+    return dict(sorted(apart.items()))
+
+
+def _top_logprobs(token: SampleToken) -> inference_pb2.TopLogprobs:
+    pairs = zip(token.top_ids, token.top_logprobs, strict=True)
+    return inference_pb2.TopLogprobs(
+        tokens=[
+            inference_pb2.TokenLogprob(token_id=token_id, logprob=logprob)
+            for token_id, logprob in pairs
+        ]
+    )

@@ -16,10 +16,11 @@ class Detokenizer:
         self._token_bytes = token_bytes
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
 
-    def feed(self, token_id: int) -> str:
+    def feed(self, token_ids: Sequence[int]) -> str:
+        table = self._token_bytes
         # The logits of some models are wider than their vocabulary.
-        known = token_id < len(self._token_bytes)
-        return self._decoder.decode(self._token_bytes[token_id] if known else b"")
+        parts = [table[token_id] for token_id in token_ids if token_id < len(table)]
+        return self._decoder.decode(b"".join(parts))
 
     def flush(self) -> str:
         return self._decoder.decode(b"", final=True)

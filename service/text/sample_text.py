@@ -17,6 +17,7 @@ class SampleText:
     ) -> None:
         self._detokenizer = Detokenizer(token_bytes)
         self._matcher = StopMatcher(stops)
+        self._has_stops = bool(stops)
         self._min_new_tokens = min_new_tokens
         self._tokens = 0
         self.finish: inference_pb2.FinishReason.ValueType = inference_pb2.FINISH_REASON_UNSPECIFIED
@@ -25,11 +26,33 @@ class SampleText:
     def stopped_by_text(self) -> bool:
         return self._matcher.matched
 
-    def feed(self, token: SampleToken) -> str:
-        """The new text; sets `finish` on the sample's last token."""
+    def feed(self, tokens: Sequence[SampleToken]) -> tuple[str, int]:
+        """The new text, and how many of the tokens it is of; sets `finish` at the sample's last."""
+        if not self._has_stops:
+            return self._feed_all(tokens), len(tokens)
+        text = ""
+        for number, token in enumerate(tokens, start=1):
+            text += self._feed_one(token)
+            if self.finish:
+                return text, number
+        return text, len(tokens)
+
+    def _feed_all(self, tokens: Sequence[SampleToken]) -> str:
+        """Where only the engine ends a sample."""
+        finish = tokens[-1].finish
+        ids = [token.token_id for token in tokens]
+        if finish is None:
+            return self._detokenizer.feed(ids)
+        by_id = finish == StopCause.STOP_ID
+        self.finish = (
+            inference_pb2.FINISH_REASON_STOP if by_id else inference_pb2.FINISH_REASON_LENGTH
+        )
+        return self._detokenizer.feed(ids[:-1] if by_id else ids) + self._detokenizer.flush()
+
+    def _feed_one(self, token: SampleToken) -> str:
         self._tokens += 1
         by_id = token.finish == StopCause.STOP_ID
-        text = "" if by_id else self._detokenizer.feed(token.token_id)
+        text = "" if by_id else self._detokenizer.feed([token.token_id])
         if token.finish is not None:
             text += self._detokenizer.flush()
         if self._tokens >= self._min_new_tokens:

@@ -11,7 +11,7 @@ from stemserve.service.text.token_bytes import token_bytes
 
 def pieces(tokens: list[bytes]) -> list[str]:
     detokenizer = Detokenizer(tokens)
-    return [*(detokenizer.feed(index) for index in range(len(tokens))), detokenizer.flush()]
+    return [*(detokenizer.feed([index]) for index in range(len(tokens))), detokenizer.flush()]
 
 
 def test_b43_half_a_character_waits_for_its_other_half() -> None:
@@ -32,7 +32,7 @@ def test_b43_a_character_that_the_prompt_began_is_not_completed() -> None:
 
 
 def test_an_id_beyond_the_vocabulary_has_no_text() -> None:
-    assert Detokenizer([b"a"]).feed(7) == ""
+    assert Detokenizer([b"a"]).feed([7]) == ""
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -52,5 +52,7 @@ def test_b43_the_pieces_join_to_what_the_tokenizers_library_decodes(seed: int) -
     encoder = byte_encoder()
     ids = [rng.randrange(258) for _ in range(60)]
     detokenizer = Detokenizer(token_bytes(encoder))
-    joined = "".join([*map(detokenizer.feed, ids), detokenizer.flush()])
+    cuts = sorted(rng.sample(range(61), 12))
+    parts = [ids[a:b] for a, b in zip([0, *cuts], [*cuts, 60], strict=True)]
+    joined = "".join([*map(detokenizer.feed, parts), detokenizer.flush()])
     assert joined == encoder.decode(ids, skip_special_tokens=True)

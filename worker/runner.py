@@ -100,13 +100,15 @@ class ModelRunner:
 
     def _run(self, step: Step, attention: StepAttention) -> RanStep:
         readout = plan_readout(step)
-        hidden = self._forward(step, attention, readout)
-        scores = self._scorer.read(step, readout, hidden)
+        scores = self._forward.gather(step, attention, readout)
+        if scores is None:
+            hidden = self._forward(step, attention, readout)
+            scores = self._scorer.read(step, readout, hidden).on_host()
         self._steps += 1
         return RanStep(
             step=step,
             readout=readout,
-            scores=scores.on_host(),
+            scores=scores,
             groups=[self._cost(group) for group in attention.groups],
         )
 

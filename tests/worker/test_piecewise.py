@@ -137,7 +137,7 @@ def test_a_step_above_the_largest_bucket_runs_without_pieces(folder: Path, seed:
 @pytest.mark.parametrize("device", DEVICES)
 def test_rows_behind_those_of_a_step_are_not_stored(seed: int, device: str) -> None:
     rng = np.random.default_rng(seed)
-    inputs = StepInputs(64, torch.device(device))
+    inputs = StepInputs(64, 5, torch.device(device))
 
     def numbers(rows: int) -> tuple[Int32, Int32, Int32]:
         drawn = rng.integers(0, 1 << 20, (3, rows)).astype(np.int32)
@@ -153,6 +153,7 @@ def test_rows_behind_those_of_a_step_are_not_stored(seed: int, device: str) -> N
             assert tensor[:rows].tolist() == array.tolist()
         assert found.slots[rows:].tolist() == [-1] * (padded - rows)
         assert not found.positions[rows:].any()
+        assert not inputs.head.any()
         assert found.slots.data_ptr() == inputs.fixed(padded).slots.data_ptr()
 
 
@@ -160,7 +161,7 @@ def test_rows_behind_those_of_a_step_are_not_stored(seed: int, device: str) -> N
 def test_later_arrays_do_not_reach_earlier_steps(seed: int) -> None:
     """The device sleeps while the host is steps ahead."""
     rng = np.random.default_rng(seed)
-    inputs = StepInputs(1 << 16, torch.device("cuda"))
+    inputs = StepInputs(1 << 16, 0, torch.device("cuda"))
     arrays = rng.integers(0, 99, (12, 3, 1 << 16)).astype(np.int32)
     torch.cuda._sleep(1 << 28)  # type: ignore[no-untyped-call]
     kept = [inputs.put(a[0], a[1], a[2], 1 << 16).positions.clone() for a in arrays]
@@ -187,3 +188,46 @@ def test_a_row_may_name_the_token_that_was_drawn_last(folder: Path, seed: int) -
     plan.token_ids = [int(drawn[-1 - token]) if token < 0 else token for token in plan.token_ids]
     other.runner.step(first.build())
     assert_alike(found, other.runner.step(plan.build()))
+
+
+def labels_only(rng: np.random.Generator, items: int, ids: int) -> PlanBuilder:
+    """Items over a prompt, read at their last rows, some at one row twice."""
+    plan = PlanBuilder()
+    length = int(rng.integers(1, 20))
+    node = plan.node(length, range(-(-length // 4)))
+    plan.prefill(node, random_tokens(rng, length))
+    for _ in range(items):
+        item = random_tokens(rng, int(rng.integers(1, 3)))
+        row = plan.item(node, item) + len(item) - 1
+        for _ in range(int(rng.integers(1, 3))):
+            plan.gather(row, random_tokens(rng, ids))
+    return plan
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize(("items", "ids"), [(1, 1), (3, 40), (7, 2), (15, 9), (30, 3)])
+def test_what_a_step_gathers_in_one_graph_is_what_it_gathers_without(
+    folder: Path, seed: int, items: int, ids: int, device: str
+) -> None:
+    rng = np.random.default_rng(seed)
+    plans = [labels_only(rng, items, ids), labels_only(rng, items, ids)]
+    where = torch.device(device)
+    expected = run(make_runner(folder, device=where), plans)
+    found = run(make_runner(folder, device=where, buckets=[128]), plans)
+    for one, other in zip(found, expected, strict=True):
+        assert_alike(one, other)
+
+
+def test_rows_that_are_not_finite_fail_in_one_graph_too(folder: Path, seed: int) -> None:
+    tiny = make_runner(folder, buckets=[64])
+    plan = labels_only(np.random.default_rng(seed), 3, 2)
+    tiny.pool.poison(np.arange(128, dtype=np.int32))
+    reading = PlanBuilder()
+    node = reading.node(4, [100])
+    bad = reading.item(node, [1, 2]) + 1
+    reading.gather(bad, [3])
+    good = reading.prefill(reading.node(3, [2]), [4, 5, 6]) + 2
+    reading.gather(good, [3])
+    assert not tiny.runner.step(plan.build()).failed_rows
+    failed = decode_int32("", tiny.runner.step(reading.build()).failed_rows)
+    assert failed.tolist() == [bad]

@@ -114,7 +114,7 @@ def make_runner(
     available = strategies(config.heads, device=device, dtype=torch.float32, costs=costs)
     forward = Forward(model, pool, sampler, limits.max_step_tokens)
     capture = run_again if device == CPU else GraphCapture(device)
-    assert sum(forward.capture(model, buckets, capture)) == sum(buckets)
+    assert set(forward.capture(model, buckets, capture)) >= set(buckets)
     runner = ModelRunner(
         forward,
         pool,

@@ -79,6 +79,13 @@ class PiecewiseModel:
         self._static: StaticRows | None = None
 
     @property
+    def static(self) -> StaticRows:
+        """Of the largest bucket."""
+        if self._static is None:
+            raise RuntimeError("no bucket is captured")
+        return self._static
+
+    @property
     def buckets(self) -> list[int]:
         return sorted(self._pieces)
 
@@ -99,21 +106,29 @@ class PiecewiseModel:
             self._pieces[bucket] = Pieces(static, self._static.mixed, replays)
             yield bucket
 
-    def hidden(
+    def run(
         self,
         token_ids: Tensor,  # [rows]
         attend: AttendInto,
-        keep_rows: Tensor | None,  # [kept] rows that go on after the last attention; None: all
         bucket: int,
-    ) -> Tensor:  # [kept, hidden]
-        """Positions and slots of the bucket's rows are in the step inputs."""
+    ) -> None:
+        """Up to the result of the last attention, and the last residual.
+
+        Positions and slots of the bucket's rows are in the step inputs.
+        """
         pieces, rows = self._pieces[bucket], len(token_ids)
         self._model.embed_into(token_ids, pieces.static.residual[:rows])
         pieces.run(rows, attend)
-        mixed, residual = pieces.static.mixed, pieces.static.residual
+
+    def end(
+        self,
+        keep_rows: Tensor | None,  # [kept] rows that go on after the last attention; None: all
+        rows: int,
+    ) -> Tensor:  # [kept, hidden]
+        static = self.static
         if keep_rows is None:
-            return self._model.end(mixed[:rows], residual[:rows])
-        return self._model.end(mixed[keep_rows], residual[keep_rows])
+            return self._model.end(static.mixed[:rows], static.residual[:rows])
+        return self._model.end(static.mixed[keep_rows], static.residual[keep_rows])
 
     def _works(self, static: StaticRows, bucket: int) -> Iterator[Callable[[], None]]:
         inputs, model = self._inputs.fixed(bucket), self._model

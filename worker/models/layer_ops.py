@@ -1,6 +1,6 @@
 """What a model does between its matrix products and its attention: the seam of its devices."""
 
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -63,6 +63,20 @@ class LmHead(Protocol):
         hidden: Tensor,  # [rows, hidden]
         rows: NDArray[np.integer],  # [chosen]
         tokens: NDArray[np.integer],  # [chosen]
+    ) -> Gathered: ...
+
+
+@runtime_checkable
+class DeviceGather(Protocol):
+    """An LmHead whose gather needs nothing of the host, so that it can be captured."""
+
+    most_rows: int  # that it gathers at once
+
+    def gather_at(
+        self,
+        hidden: Tensor,  # [rows, hidden]
+        rows: Tensor,  # [chosen] int32 or int64
+        tokens: Tensor,  # [chosen] int32 or int64
     ) -> Gathered: ...
 
 

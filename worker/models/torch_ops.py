@@ -47,6 +47,7 @@ class TorchOps:
 class TorchLmHead:
     def __init__(self, linear: Linear, rows_at_once: int) -> None:
         self._linear = linear
+        self.most_rows = rows_at_once
         self._gather = ChunkedGather(self.logits, rows_at_once)
 
     def logits(self, hidden: Tensor) -> Tensor:
@@ -61,6 +62,16 @@ class TorchLmHead:
         self, hidden: Tensor, rows: NDArray[np.integer], tokens: NDArray[np.integer]
     ) -> Gathered:
         return self._gather(hidden, rows, tokens)
+
+    def gather_at(self, hidden: Tensor, rows: Tensor, tokens: Tensor) -> Gathered:
+        logits = self.logits(hidden)
+        of_rows = logits.log_softmax(-1)
+        return Gathered(
+            of_rows[rows.long(), tokens.long()],
+            logits.argmax(-1),
+            of_rows.amax(-1),
+            of_rows[:, 0].isnan(),
+        )
 
 
 class TorchHeads:

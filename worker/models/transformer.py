@@ -9,6 +9,7 @@ from torch import Tensor
 from stemserve.kernels.fused.heads import Heads
 from stemserve.worker.models.errors import ModelError
 from stemserve.worker.models.layer_ops import (
+    DeviceGather,
     Gathered,
     LayerOps,
     Likeliest,
@@ -44,6 +45,11 @@ class Transformer:
     @property
     def has_lm_head(self) -> bool:
         return self._lm_head is not None
+
+    @property
+    def device_gather(self) -> DeviceGather | None:
+        """Of the language-model head, if it has one."""
+        return self._lm_head if isinstance(self._lm_head, DeviceGather) else None
 
     def hidden(
         self,

@@ -81,6 +81,8 @@ class TritonHeads:
 class FusedLmHead:
     """Logits are float32 sums, not rounded in between."""
 
+    most_rows = 1 << 20  # it keeps no logits
+
     def __init__(self, weight: Tensor) -> None:
         self._weight = weight  # [vocab, hidden]
         self._nothing = torch.empty(0, dtype=torch.int64, device=weight.device)
@@ -105,7 +107,10 @@ class FusedLmHead:
     ) -> Gathered:
         """Without the logits of tokens that nobody asked for."""
         at = index_tensor(np.stack((rows, tokens)), hidden.device)
-        chosen = chosen_logprobs(hidden, self._weight, at[0], at[1])
+        return self.gather_at(hidden, at[0], at[1])
+
+    def gather_at(self, hidden: Tensor, rows: Tensor, tokens: Tensor) -> Gathered:
+        chosen = chosen_logprobs(hidden, self._weight, rows, tokens)
         failed = ~chosen.lse.isfinite()
         return Gathered(chosen.logprobs, chosen.argmax, chosen.likeliest, failed)
 

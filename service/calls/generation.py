@@ -9,7 +9,7 @@ from stemserve.service.caller import Caller
 from stemserve.service.calls.context_encoder import ContextEncoder
 from stemserve.service.calls.generate_validation import check_generate, new_tokens, sample_count
 from stemserve.service.calls.validation import check_priority
-from stemserve.service.calls.wire_tokens import decode_ids
+from stemserve.service.calls.wire_tokens import NO_IDS, decode_ids
 from stemserve.service.errors import InvalidRequest
 from stemserve.service.limits import Limits
 from stemserve.service.request import Float32, GenerateJob, Int32, SamplerSpec, WorkerFacts
@@ -109,6 +109,8 @@ def _bias(sampling: inference_pb2.SamplingParams, vocab_size: int) -> tuple[Int3
 
 
 def _banned(sampling: inference_pb2.SamplingParams, vocab_size: int) -> Int32:
+    if not sampling.banned_token_ids:
+        return NO_IDS
     field = "sampling.banned_token_ids"
     banned = np.unique(decode_ids(field, sampling.banned_token_ids, vocab_size))
     if len(banned) == vocab_size:

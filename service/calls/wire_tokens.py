@@ -10,6 +10,7 @@ from stemserve.service.packed_tokens import PackedTokens
 from stemserve.service.request import Int32
 
 TOKEN_BYTES = 4
+NO_IDS: Int32 = np.zeros(0, dtype=np.int32)
 
 
 def decode_tokens(field: str, blob: bytes, vocab_size: int) -> Int32:
@@ -37,6 +38,8 @@ def decode_packed(field: str, message: inference_pb2.PackedTokens, vocab_size: i
 
 
 def decode_ids(field: str, ids: Sequence[int], vocab_size: int) -> Int32:
+    if not ids:
+        return NO_IDS
     wire = np.fromiter(ids, dtype=np.int64, count=len(ids))
     bad = ((wire < 0) | (wire >= vocab_size)).nonzero()[0]
     if len(bad):

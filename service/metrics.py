@@ -80,7 +80,7 @@ class Metrics:
         self._ttft.labels(hit if cached else "miss").observe(seconds)
 
     def streamed(self, gaps: Sequence[float]) -> None:
-        """Seconds between the steps that brought tokens of one request."""
+        """Seconds from token to token of one request."""
         for gap in gaps:
             self._inter_token.observe(gap)
         if gaps:
@@ -186,7 +186,7 @@ class Metrics:
             "time_per_output_token_seconds", "mean of a request's inter-token times", TPOT
         )
         self._inter_token = self._histogram(
-            "inter_token_seconds", "time between a request's steps with new tokens", TPOT
+            "inter_token_seconds", "time from token to token of a request", TPOT
         )
         self._score_item = self._histogram(
             "score_item_seconds", "engine time of a request over its items", ITEM, path=SCORE_MODES

@@ -2,7 +2,8 @@
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Callable
+from collections import Counter
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import replace
 from itertools import count
@@ -15,7 +16,7 @@ from stemserve.service.calls.score_runner import passed, timing_message
 from stemserve.service.engine import Engine
 from stemserve.service.errors import EngineFault
 from stemserve.service.metrics import Metrics
-from stemserve.service.request import GenerateChunk, GenerateJob
+from stemserve.service.request import GenerateChunk, GenerateJob, SampleToken
 from stemserve.service.text.tokenizer import Tokenizer
 
 Messages = AsyncGenerator[inference_pb2.GenerateResponse, None]
@@ -111,13 +112,25 @@ class _RunningCall:
         self.started = time.monotonic()
         self.tokenized = self.started
         self.phase = "queued"
-        self.token_times: list[float] = []
+        self.token_times: list[float] = []  # of chunks
+        self._steps: list[int] = []  # that each of them is of
 
     def note(self, chunk: GenerateChunk) -> None:
         if chunk.tokens:
             self.phase = "decode"
             self.token_times.append(time.monotonic())
+            self._steps.append(_most_tokens(chunk.tokens))
 
     def gaps(self) -> list[float]:
-        times = self.token_times
-        return [after - before for before, after in zip(times, times[1:], strict=False)]
+        """Seconds from token to token; those that came together share the time that they took."""
+        times, steps = self.token_times, self._steps
+        return [
+            (after - before) / count
+            for before, after, count in zip(times, times[1:], steps[1:], strict=False)
+            for _ in range(count)
+        ]
+
+
+def _most_tokens(tokens: Sequence[SampleToken]) -> int:
+    """Of one sample."""
+    return 1 if len(tokens) == 1 else max(Counter(token.sample for token in tokens).values())

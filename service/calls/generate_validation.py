@@ -61,7 +61,8 @@ def _check_counts(
         )
     limit = min(limits.max_top_logprobs, facts.vocab_size)
     check_count("top_logprobs", request.top_logprobs, "max_top_logprobs", limit)
-    step_bytes = sample_count(request) * (TOKEN_ANSWER_BYTES + request.top_logprobs * TOP_BYTES)
+    token_bytes = TOKEN_ANSWER_BYTES + request.top_logprobs * TOP_BYTES
+    step_bytes = sample_count(request) * token_bytes * facts.max_burst_steps
     allowed = limits.max_message_bytes
     check_count("n", step_bytes, "max_message_bytes, for the answer of one step", allowed)
 

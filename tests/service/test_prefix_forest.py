@@ -3,7 +3,12 @@
 import numpy as np
 import pytest
 
-from stemserve.service.batching.prefix_forest import PrefixForest, StoredChain, build_forest
+from stemserve.service.batching.prefix_forest import (
+    ForestMemory,
+    PrefixForest,
+    StoredChain,
+    build_forest,
+)
 from stemserve.service.request import Int32
 
 PAGE = 4
@@ -111,3 +116,32 @@ def test_samples_over_a_long_prompt_share_one_root() -> None:
     forest = build_forest(chains, PAGE)
     assert forest.node_parent.tolist() == [-1] + [0] * 128
     assert forest.node_tokens[0] == 512 * PAGE
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_chains_that_grow_in_their_own_pages_make_the_same_forest_from_memory(seed: int) -> None:
+    """Rows come, grow and go; now and then a chain without pages of its own is among them."""
+    rng = np.random.default_rng(seed)
+    memory, rows, next_page = ForestMemory(PAGE), list[StoredChain](), 1000
+    for _ in range(12):
+        if len(rows) < 2 or rng.random() < 0.5:
+            trunk = rng.integers(0, 3, 2).tolist()
+            shared = [100 * trunk[0] + n for n in range(trunk[1])]
+            pages = np.array([*shared, *range(next_page, next_page + 9)], np.int32)
+            next_page += 9
+            own_key = pages[: len(shared) + 1].tobytes()
+            rows.append(StoredChain(pages, len(shared) * PAGE + 1, own_key))
+        elif rng.random() < 0.3:
+            del rows[rng.integers(len(rows))]
+        rows = [row._replace(tokens=row.tokens + int(rng.integers(1, 4))) for row in rows]
+        others = [chain(int(rng.integers(1, 9)), 0, 1)] if rng.random() < 0.3 else []
+        plain = [row._replace(own_key=b"") for row in rows] + others
+        found, wanted = memory.build(rows + others), build_forest(plain, PAGE)
+        for item, leaf, other in zip(plain, found.chain_node, wanted.chain_node, strict=True):
+            spelled = np.concatenate(
+                [pages_of(found, node) for node in nodes_above(found, int(leaf))]
+            )
+            assert spelled.tolist() == item.pages[: -(-item.tokens // PAGE)].tolist()
+            assert found.node_tokens[leaf] == wanted.node_tokens[other]
+        assert sorted(found.node_pages.tolist()) == sorted(wanted.node_pages.tolist())
+        assert (found.node_parent < np.arange(len(found.node_parent))).all()

@@ -54,7 +54,9 @@ def test_the_plan_of_the_last_step_serves_every_step(seed: int, bins: int) -> No
     pack(host, capacity, tables)
     growth = leaf_growth(host, capacity, tokens)
     buffer = torch.empty(len(tables), dtype=torch.int32, device=DEVICE)
-    plan = decode.plan_at(buffer, capacity, decode.partial(capacity.partial_rows), host)
+    plan = decode.plan_at(
+        buffer, capacity, decode.partial(capacity.partial_rows), host, paired=False
+    )
     q = torch.randn((layout.num_rows, SHAPE.query_heads, SHAPE.head_dim)).to(DEVICE)
     for step in {0, steps // 2, steps - 1}:
         tables[growth.places] = growth.values[step]

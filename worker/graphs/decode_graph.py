@@ -3,13 +3,15 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import StrEnum
+from functools import partial
 
-import torch
 from torch import Tensor
 
 from stemserve.kernels.attention_state import AttentionState, LayerKV
-from stemserve.kernels.codec_decode import CodecDecode
+from stemserve.kernels.codec_decode import CodecDecode, DecodePlan
+from stemserve.kernels.codec_growth import Growth
 from stemserve.kernels.codec_tables import HostTables
+from stemserve.kernels.codec_tiles import TILE_ROWS
 from stemserve.kernels.fused.burst import RESULTS, BurstRows, advance, record
 from stemserve.kernels.sampling.draw import draw_tokens
 from stemserve.kernels.sampling.slot_tables import SlotTables
@@ -37,6 +39,7 @@ class DecodeParts:
     slots: SlotTables
     inputs: Tensor  # int32, of the largest InputsShape
     rows: BurstRows  # of the most rows
+    hidden: Tensor  # [most rows, hidden] after the final norm
     results: Tensor  # int32 [steps * RESULTS * rows] of the most
     partial: AttentionState  # of the most partial rows
 
@@ -49,32 +52,51 @@ class DecodeGraph:
         self.results = parts.results[: burst.steps * RESULTS * burst.rows].view(
             burst.steps, RESULTS, burst.rows
         )
-        self.hidden = torch.empty(0)  # [rows, hidden] after the final norm
+        self.hidden = parts.hidden[: burst.rows]
         self._parts = parts
         self._rows = parts.rows.first(burst.rows)
-        tables = parts.inputs[burst.tables_at : shape.size]
-        self._plan = parts.codec.plan_at(tables, shape.tables, parts.partial, host)
-        self.advance: Callable[[], None] = self._to_hidden
+        self._tables = parts.inputs[burst.tables_at : shape.size]
+        self._host = host
+        self._advance: dict[bool, Callable[[], None]] = {}
         self.end: dict[Ending, Callable[[], None]] = {}
 
     def capture(self, capture: Capture) -> None:
         """Afterwards `advance` and one of `end` are a decode step."""
-        self.advance = capture(self._to_hidden)
-        if self._parts.model.has_lm_head:
-            self.end[Ending.LIKELIEST] = capture(self._take_likeliest)
-            self.end[Ending.DRAWN] = capture(self._draw)
+        codec = self._parts.codec
+        self._advance[False] = capture(partial(self._to_hidden, self._plan(paired=False)))
+        # Bins are put in pairs where several tiles read the same.
+        if codec.hopper is not None and self.shape.tables.rows * codec.shape.group > TILE_ROWS:
+            self._advance[True] = capture(partial(self._to_hidden, self._plan(paired=True)))
+        self.end[Ending.LIKELIEST] = capture(self._take_likeliest)
+        self.end[Ending.DRAWN] = capture(self._draw)
 
-    def _to_hidden(self) -> None:
+    def advance(self, *, paired: bool) -> None:
+        """To the final norm, with tables whose bins are paired, or not."""
+        self._advance[paired]()
+
+    def misfit(self, host: HostTables, growth: Growth) -> str | None:
+        """Why the graph cannot run the plan; None: it can."""
+        if host.paired not in self._advance:
+            return "no graph for pairs of bins was captured"
+        return self.shape.misfit(host, growth)
+
+    def _plan(self, *, paired: bool) -> DecodePlan:
+        parts = self._parts
+        return parts.codec.plan_at(
+            self._tables, self.shape.tables, parts.partial, self._host, paired=paired
+        )
+
+    def _to_hidden(self, plan: DecodePlan) -> None:
         parts, rows = self._parts, self._rows
         advance(parts.inputs, self.shape.burst, parts.slots.last_token, rows)
         pages = KvWrites(parts.pool, rows.kv_slots)
-        model = parts.model
-        self.hidden = model.hidden(rows.token_ids, rows.positions, self._attend, None, pages)
 
-    def _attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        pool = self._parts.pool
-        kv = LayerKV(pool.k_pages(layer), pool.v_pages(layer), k, v)
-        return self._parts.codec.run(self._plan, q, kv).out
+        def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            kv = LayerKV(parts.pool.k_pages(layer), parts.pool.v_pages(layer), k, v)
+            return parts.codec.run(plan, q, kv).out
+
+        hidden = parts.model.hidden(rows.token_ids, rows.positions, attend, None, pages)
+        self.hidden.copy_(hidden)
 
     def _take_likeliest(self) -> None:
         self._record(*self._parts.model.likeliest(self.hidden))

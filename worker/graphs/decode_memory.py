@@ -1,5 +1,6 @@
 """The buffers that all decode graphs share, and one graph for each number of rows."""
 
+import logging
 from collections.abc import Iterator, Sequence
 
 import torch
@@ -16,6 +17,8 @@ from stemserve.worker.kv_pool import KvPool
 from stemserve.worker.models.transformer import Transformer
 
 PAGES_OF_A_PLAN = 1 << 18  # at most: a megabyte of words, and one of masks
+
+log = logging.getLogger(__name__)
 
 
 class DecodeMemory:
@@ -47,6 +50,7 @@ class DecodeMemory:
             slots=slots,
             inputs=self.inputs,
             rows=BurstRows.empty(most, device),
+            hidden=torch.zeros((most, model.config.hidden_size), dtype=model.dtype, device=device),
             results=torch.zeros(steps * RESULTS * most, dtype=torch.int32, device=device),
             partial=codec.partial(max(s.tables.partial_rows for s in shapes.values())),
         )
@@ -58,8 +62,13 @@ class DecodeMemory:
         """The largest first: the others fit into its memory. Yields each number of rows."""
         for rows in sorted(self.graphs, reverse=True):
             self.idle(rows)
-            self.graphs[rows].capture(capture)
-            yield rows
+            try:
+                self.graphs[rows].capture(capture)
+            except RuntimeError as error:
+                del self.graphs[rows]
+                log.error("decode steps of %d rows have no graph of their own: %s", rows, error)
+            else:
+                yield rows
 
     def idle(self, rows: int) -> None:
         """Inputs of rows that nobody has."""

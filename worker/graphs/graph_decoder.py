@@ -77,9 +77,9 @@ class GraphDecoder:
         )
         host = self._codec.planner.take(burst.layout)
         growth = NO_GROWTH
-        if burst.steps > 1 and not host.paired:
+        if burst.steps > 1:
             growth = leaf_growth(host, graph.shape.tables, burst.leaf_tokens)
-        misfit = graph.shape.misfit(host, growth)
+        misfit = graph.misfit(host, growth)
         if misfit is not None:
             return self._refuse("plan", misfit)
         self._planned = _Planned(step=step, graph=graph, burst=burst, host=host, growth=growth)
@@ -132,7 +132,7 @@ class GraphDecoder:
         graph, step = planned.graph, planned.step
         end = graph.end[ending]
         for _ in range(step.repeat):
-            graph.advance()
+            graph.advance(paired=planned.host.paired)
             end()
         self._sampler.drew(step.samples.slots)
         order = np.argsort(step.samples.rows, kind="stable")
@@ -143,7 +143,7 @@ class GraphDecoder:
         graph, step = planned.graph, planned.step
         scores: list[Scores] = []
         for number in range(step.repeat):
-            graph.advance()
+            graph.advance(paired=planned.host.paired)
             hidden = graph.hidden[: step.num_rows]
             scores.append(self._scorer.read(step.at(number), readout, hidden).on_host())
         return scores

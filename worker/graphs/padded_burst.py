@@ -104,8 +104,6 @@ class InputsShape:
     def misfit(self, host: HostTables, growth: Growth) -> str | None:
         """What is too large for it; None: nothing is."""
         size = host.size
-        if host.paired:
-            return "the plan is for another kernel"
         for name in ("records", "pages", "columns", "partial_rows"):
             if getattr(size, name) > getattr(self.tables, name):
                 return f"{getattr(size, name)} {name}; the graph has {getattr(self.tables, name)}"

@@ -1,0 +1,56 @@
+"""The decode graphs of a worker on a GPU, captured when it starts."""
+
+from collections.abc import Callable
+from typing import Protocol
+
+from stemserve.kernels.codec_decode import CodecDecode
+from stemserve.kernels.strategy import Kernel, Phase
+from stemserve.worker.dispatch import Strategies
+from stemserve.worker.graphs.buckets import row_buckets
+from stemserve.worker.graphs.capture import GraphCapture
+from stemserve.worker.graphs.decode_memory import DecodeMemory
+from stemserve.worker.graphs.graph_decoder import GraphDecoder
+from stemserve.worker.graphs.start_graphs import run_captures
+from stemserve.worker.kv_pool import KvPool
+from stemserve.worker.models.transformer import Transformer
+from stemserve.worker.sampler import Sampler
+from stemserve.worker.scorer import Scorer
+from stemserve.worker.step_checks import StepLimits
+
+MOST_ROWS = 256  # more are bound by the device, not by launches
+
+
+class Engine(Protocol):
+    @property
+    def pool(self) -> KvPool: ...
+
+    @property
+    def sampler(self) -> Sampler: ...
+
+    @property
+    def scorer(self) -> Scorer: ...
+
+    @property
+    def limits(self) -> StepLimits: ...
+
+
+def capture_decoder(
+    model: Transformer,
+    engine: Engine,
+    strategies: Strategies,
+    *,
+    forced: Kernel | None,
+    check: Callable[[], None],  # may raise to end the start
+) -> GraphDecoder | None:
+    """None where the model has nothing to decode with."""
+    codec = strategies.get((Phase.DECODE, Kernel.CODEC))
+    if not isinstance(codec, CodecDecode) or not model.has_lm_head:
+        return None
+    limits, pool, sampler = engine.limits, engine.pool, engine.sampler
+    rows = row_buckets(min(MOST_ROWS, limits.sampler_slots, limits.max_step_tokens))
+    memory = DecodeMemory(
+        model, pool, codec, sampler.tables, rows=rows, steps=limits.max_burst_steps
+    )
+    captures = memory.capture(GraphCapture(model.device))
+    run_captures("decode graphs", rows, captures, check, model.device)
+    return GraphDecoder(memory, pool, codec, sampler, engine.scorer, forced=forced)

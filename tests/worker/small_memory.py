@@ -6,21 +6,17 @@ from pathlib import Path
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from tests.worker.tiny_model import COSTS, CPU, VOCAB, kv_shape, step_limits
+from tests.worker.assembly import assemble
+from tests.worker.tiny_model import CPU, VOCAB, kv_shape
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from stemserve.kernels.registry import strategies
-from stemserve.worker.dispatch import Dispatcher
-from stemserve.worker.forward import Forward
 from stemserve.worker.kv_pool import KvPool
 from stemserve.worker.models.layer_ops import Gathered, PageWrites
 from stemserve.worker.models.layers import Attend
 from stemserve.worker.models.loader import load_model
 from stemserve.worker.models.transformer import Transformer
 from stemserve.worker.runner import ModelRunner
-from stemserve.worker.sampler import Sampler
-from stemserve.worker.scorer import Scorer
 
 
 class SmallMemory:
@@ -94,17 +90,8 @@ class SmallRunner:
 def small_runner(folder: Path, rows: int) -> SmallRunner:
     """Of a tiny model; it has no memory for more rows at once."""
     loaded = load_model(folder, dtype=torch.float32)
-    heads, model, limits = loaded.config.heads, SmallMemory(loaded, rows), step_limits(4)
+    model = SmallMemory(loaded, rows)
     pool = KvPool(kv_shape(loaded.config, 4), CPU)
-    sampler = Sampler(limits.sampler_slots, CPU)
-    available = strategies(heads, device=CPU, dtype=torch.float32, costs=COSTS)
-    runner = ModelRunner(
-        Forward(model, pool, sampler, limits.max_step_tokens),
-        pool,
-        Dispatcher(available, COSTS, forced=None),
-        sampler,
-        Scorer(model, sampler, vocab_size=VOCAB, device=CPU),
-        limits,
-    )
-    pool.poison(np.arange(limits.kv_pages, dtype=np.int32))
+    pool.poison(np.arange(pool.shape.pages, dtype=np.int32))
+    runner = assemble(model, loaded.config.heads, pool)
     return SmallRunner(runner=runner, pool=pool, model=model)

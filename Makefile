@@ -9,7 +9,7 @@ STAMP := $(VENV)/.installed
 PROTO_VENV := .venv-proto
 PROTOS := $(sort $(wildcard proto/v1/*.proto))
 
-.PHONY: install model demo test bench-cpu bench-ranking bench-yes-no bench-kernels load faults fuzz check proto proto-check wheel clean
+.PHONY: install model demo test bench-cpu bench-ranking bench-yes-no bench-kernels bench-engine load faults fuzz check proto proto-check wheel clean
 
 install: $(STAMP)
 
@@ -64,6 +64,11 @@ bench-kernels:
 	@python=$(PYTHON); $$python -c '$(GPU_READY)' 2>/dev/null \
 		|| { $(MAKE) --no-print-directory install && python=$(BIN)/python; }; \
 	PYTHONPATH=src:benchmarks:$$PYTHONPATH $$python benchmarks/bench_kernels.py $(ARGS)
+
+bench-engine:
+	@python=$(PYTHON); $$python -c '$(GPU_READY)' 2>/dev/null \
+		|| { $(MAKE) --no-print-directory install && python=$(BIN)/python; }; \
+	PYTHONPATH=src:benchmarks:$$PYTHONPATH $$python benchmarks/bench_engine.py $(ARGS)
 
 check: $(STAMP) proto-check
 	$(BIN)/ruff check .

@@ -13,6 +13,7 @@ from stemserve.service.bench.client_process import CallRecord, Calls, Done, serv
 
 LEAD_S = 0.05  # from handing out calls to the first of them
 READY_S = 60.0
+STOP_S = 5.0
 
 
 class ClientFailed(Exception):
@@ -96,8 +97,8 @@ class ClientPool:
     def close(self) -> None:
         for process, connection in self._clients:
             connection.close()
-            process.terminate()
-            process.join()
+            process.join(STOP_S)
+            process.kill()
 
     def __enter__(self) -> Self:
         return self

@@ -6,6 +6,7 @@ share.
 """
 
 import asyncio
+import contextlib
 import gc
 import time
 from collections.abc import Sequence
@@ -53,15 +54,17 @@ class Done:
 
 
 def serve_calls(server: str, connection: Connection) -> None:
-    """Make the calls that come through the connection, until None comes."""
-    uvloop.run(_serve(server, connection))
+    """Make the calls that come through the connection, until it is closed."""
+    with contextlib.suppress(EOFError):
+        uvloop.run(_serve(server, connection))
 
 
 async def _serve(server: str, connection: Connection) -> None:
     async with grpc.aio.insecure_channel(server, _CHANNEL) as channel:
         await channel.channel_ready()
         connection.send("ready")
-        while (calls := await asyncio.to_thread(connection.recv)) is not None:
+        while True:
+            calls: Calls = await asyncio.to_thread(connection.recv)
             gc.collect()
             gc.disable()
             started, cpu = time.perf_counter(), time.process_time()
@@ -97,7 +100,7 @@ async def _note(call: Any, record: CallRecord, request: bytes, timeout_s: float)
 
 
 def _score(channel: grpc.aio.Channel) -> Any:
-    method: Any = channel.unary_unary(SCORE)
+    method: grpc.aio.UnaryUnaryMultiCallable[bytes, bytes] = channel.unary_unary(SCORE)
 
     async def call(record: CallRecord, request: bytes, timeout_s: float) -> None:
         answer: bytes = await method(request, timeout=timeout_s)
@@ -108,7 +111,7 @@ def _score(channel: grpc.aio.Channel) -> Any:
 
 
 def _generate(channel: grpc.aio.Channel) -> Any:
-    method: Any = channel.unary_stream(GENERATE)
+    method: grpc.aio.UnaryStreamMultiCallable[bytes, bytes] = channel.unary_stream(GENERATE)
 
     async def call(record: CallRecord, request: bytes, timeout_s: float) -> None:
         async for message in method(request, timeout=timeout_s):

@@ -111,7 +111,7 @@ def _stream(record: CallRecord, row: DecodeRow, failures: list[str]) -> _Stream 
     return _Stream(
         arrivals=np.array(record.arrivals)[some],
         tokens=counts[some],
-        first_logprob=messages[some[0]].logprobs[0],
+        first_logprob=messages[int(some[0])].logprobs[0],
         sent=record.sent,
         avoided_bytes=messages[-1].usage.kv_avoided_bytes,
     )

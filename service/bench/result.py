@@ -79,7 +79,7 @@ class Result:
         half.write_text(json.dumps(content, indent=1) + "\n")
         half.replace(path)
         with path.with_suffix(".csv").open("w", newline="") as file:
-            table = csv.DictWriter(file, COLUMNS, extrasaction="ignore")
+            table: csv.DictWriter[str] = csv.DictWriter(file, COLUMNS, extrasaction="ignore")
             table.writeheader()
             table.writerows(self.rows)
 

@@ -1,7 +1,7 @@
 """One run of the benchmark with its progress on the terminal, and the table at its end."""
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from typing import Any
 
 from rich.console import Console
@@ -35,7 +35,7 @@ def run(
 @contextlib.contextmanager
 def _progress(
     console: Console, plan: SuitePlan
-) -> Iterator[tuple[Callable[[str], None], Callable[[], None]]]:
+) -> Generator[tuple[Callable[[str], None], Callable[[], None]]]:
     columns = (
         TextColumn("{task.description}"),
         BarColumn(),

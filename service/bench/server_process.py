@@ -5,7 +5,7 @@ import re
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -47,7 +47,7 @@ class RunningServer:
 
 
 @contextmanager
-def serving(options: Sequence[str], *, log: Path) -> Iterator[str]:
+def serving(options: Sequence[str], *, log: Path) -> Generator[str]:
     """The address of a server that is ready; its standard error goes to `log`."""
     with running_server(options, log=log) as server:
         yield server.address
@@ -56,7 +56,7 @@ def serving(options: Sequence[str], *, log: Path) -> Iterator[str]:
 @contextmanager
 def running_server(
     options: Sequence[str], *, log: Path, settings: Mapping[str, str] | None = None
-) -> Iterator[RunningServer]:
+) -> Generator[RunningServer]:
     """A server that is ready, and stopped afterwards; `settings` go into its environment."""
     ports = ["--port", "0", "--health-port", "0", "--metrics-port", "0"]
     with log.open("w") as errors:

@@ -1,7 +1,7 @@
 """Run the rows that were chosen: start a server a model, measure, and write after each row."""
 
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -41,7 +41,8 @@ class SuitePlan:
     repeats: Repeats = FULL
     server: Running | None = None  # else one is started for each model
     serve_options: Sequence[str] = ()  # of `stemserve serve`
-    checkpoints: Path | None = None  # folder of the models' folders; else random weights
+    folders: Path | None = None  # of the models; else one with a config.json is made for each
+    random_weights: bool = True
     log: Path | None = None  # of the servers; else it goes with the run
 
     @property
@@ -103,18 +104,17 @@ class Suite:
         """Of the model that is served; a server that runs has its own."""
         if self._plan.server is not None:
             return work
-        shape = SHAPES[model]
-        checkpoints = self._plan.checkpoints
-        return shape.write(work) if checkpoints is None else checkpoints / shape.name
+        shape, folders = SHAPES[model], self._plan.folders
+        return shape.write(work) if folders is None else folders / shape.name
 
     @contextmanager
-    def _target(self, folder: Path, log: Path) -> Iterator[Target]:
+    def _target(self, folder: Path, log: Path) -> Generator[Target]:
         with ExitStack() as stack:
             server = self._plan.server
             if server is None:
                 self._doing(f"{folder.name}: starting the server")
                 options = ["--model", str(folder), *self._plan.serve_options]
-                if self._plan.checkpoints is None:
+                if self._plan.random_weights:
                     options += ["--load-format", "dummy"]
                 started = stack.enter_context(running_server(options, log=log))
                 server = Running(address=started.address, metrics_url=started.metrics_url)

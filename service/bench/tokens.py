@@ -22,7 +22,7 @@ class ScoreRound:
     def requests(self, prefix_ids: tuple[str, ...] = ()) -> list[bytes]:
         """One serialised Score request a call; with registered prefixes or with their tokens."""
         count, length = self.items.shape[1:]
-        offsets = np.arange(count + 1) * length
+        offsets = range(0, (count + 1) * length, length)
         labels = inference_pb2.LabelProbabilities(label_token_ids=self.label_ids)
         contexts = [
             inference_pb2.Context(prefix_id=prefix_id)
@@ -35,9 +35,7 @@ class ScoreRound:
         return [
             inference_pb2.ScoreRequest(
                 contexts=[context],
-                item_tokens=inference_pb2.PackedTokens(
-                    tokens=token_blob(items), offsets=offsets.tolist()
-                ),
+                item_tokens=inference_pb2.PackedTokens(tokens=token_blob(items), offsets=offsets),
                 label_probabilities=labels,
             ).SerializeToString()
             for context, items in zip(contexts, self.items, strict=True)

@@ -112,7 +112,8 @@ def bench(
         clients=clients,
         repeats=QUICK if quick else FULL,
         serve_options=shlex.split(serve_options),
-        checkpoints=checkpoints,
+        folders=checkpoints,
+        random_weights=checkpoints is None,
         log=log,
     )
     try:

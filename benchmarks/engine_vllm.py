@@ -1,0 +1,146 @@
+"""vLLM as the peer of bench_engine.py: its process, and the rows as it does them."""
+
+import json
+import os
+import subprocess
+from collections.abc import Generator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import IO, Any
+
+import numpy as np
+
+from stemserve.service.bench.measured import rounded
+from stemserve.service.bench.peer import Peer, PeerRow
+from stemserve.service.bench.rows import DecodeRow, Row, ScoreRow
+from stemserve.service.bench.tokens import TokenSource
+
+SCRIPT = Path(__file__).with_name("engine_peer_vllm.py")
+STOP_S = 30.0
+
+
+class VllmFailed(Exception):
+    """The peer's process ended; the message has the end of what it wrote."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VllmOptions:
+    python: str  # of an environment with vLLM
+    path: str  # its PYTHONPATH
+    memory: float  # share of the GPU's
+    kv_bytes: int | None
+    max_model_len: int
+    logs: Path  # folder
+    rounds: int  # counted; one more warms up
+
+
+class VllmPeer:
+    """Offline `LLM.generate`, prefix caching and CUDA graphs on: one token for each item."""
+
+    def __init__(self, process: "subprocess.Popen[str]", log: Path, rounds: int) -> None:
+        if process.stdin is None or process.stdout is None:
+            raise ValueError("the peer's standard input and output are pipes")
+        self._requests: IO[str] = process.stdin
+        self._answers: IO[str] = process.stdout
+        self._log = log
+        self._rounds = rounds
+        self._name = ""  # until it has started
+
+    def measure(self, row: Row, tokens: TokenSource) -> PeerRow:
+        try:
+            if not self._name:
+                self._name = f"vLLM {self._read()['version']}"
+            if isinstance(row, ScoreRow):
+                return self._score(row, tokens)
+            return self._decode(row, tokens)
+        except (VllmFailed, OSError) as error:
+            return PeerRow(peer=self._name or "vLLM", peer_ms=None, why=str(error))
+
+    def _score(self, row: ScoreRow, tokens: TokenSource) -> PeerRow:
+        answers: list[dict[str, Any]] = []
+        for number in range(1 + self._rounds):
+            work = tokens.score_round(row, number)
+            answers.append(
+                self._ask(
+                    kind="score",
+                    prefixes=work.prefixes.tolist(),
+                    items=work.items.tolist(),
+                    label_ids=work.label_ids,
+                )
+            )
+        shape = (row.calls, row.items, 2)
+        return self._row([answer["seconds"] for answer in answers[1:]], answers[0], shape)
+
+    def _decode(self, row: DecodeRow, tokens: TokenSource) -> PeerRow:
+        """A token takes what 64 take longer than one, over 63; the prefix is stored."""
+        seconds: list[float] = []
+        answers: list[dict[str, Any]] = []
+        for number in range(1 + self._rounds):
+            work = tokens.decode_round(row, number)
+            asked = {"kind": "decode", "prefix": work.prefix.tolist()}
+            # Requests as long as the others, with tokens that are not stored either.
+            other = tokens.decode_round(row, 10_000 + number).own.tolist()
+            one = self._ask(**asked, own=other, new_tokens=1)
+            answers.append(self._ask(**asked, own=work.own.tolist(), new_tokens=row.new_tokens))
+            seconds.append((answers[-1]["seconds"] - one["seconds"]) / (row.new_tokens - 1))
+        return self._row(seconds[1:], answers[0], (row.requests,))
+
+    def _row(self, seconds: list[float], first: dict[str, Any], shape: tuple[int, ...]) -> PeerRow:
+        return PeerRow(
+            peer=self._name,
+            peer_ms=rounded(median(seconds) * 1e3),
+            rounds_ms=tuple(rounded(value * 1e3) for value in seconds),
+            logprobs=np.array(first["logprobs"]).reshape(shape),
+        )
+
+    def _ask(self, **request: Any) -> dict[str, Any]:
+        self._requests.write(json.dumps(request) + "\n")
+        self._requests.flush()
+        return self._read()
+
+    def _read(self) -> dict[str, Any]:
+        line = self._answers.readline()
+        if not line:
+            said = self._log.read_text(errors="replace").strip().splitlines() or ["nothing"]
+            raise VllmFailed(f"vLLM ended: {said[-1][-500:]}")
+        answer: dict[str, Any] = json.loads(line)
+        return answer
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StartVllm:
+    options: VllmOptions
+
+    @contextmanager
+    def __call__(self, model: str, folder: Path) -> Generator[Peer]:
+        options = self.options
+        log = options.logs / f"vllm-{folder.name}.log"
+        words = ["--model", str(folder), "--memory", str(options.memory)]
+        words += ["--max-model-len", str(options.max_model_len)]
+        if options.kv_bytes is not None:
+            words += ["--kv-bytes", str(options.kv_bytes)]
+        environment = {**os.environ, "PYTHONPATH": options.path}
+        with log.open("w") as errors:
+            process = subprocess.Popen(
+                [options.python, str(SCRIPT), *words],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=errors,
+                text=True,
+                env=environment,
+            )
+            try:
+                yield VllmPeer(process, log, options.rounds)
+            finally:
+                process.communicate()
+                _stop(process)
+
+
+def _stop(process: "subprocess.Popen[str]") -> None:
+    try:
+        process.wait(STOP_S)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()

@@ -68,6 +68,7 @@ class ServerConfig:
     port: int = 50051
     health_port: int = 50052  # plaintext, health only
     metrics_port: int = 9400
+    admin_port: int | None = None  # of 127.0.0.1, plaintext; None: no Admin service
     drain_s: float = 20.0
     drain_delay_s: float = 0.0  # a load balancer's time to notice that health says NOT_SERVING
     default_deadline_s: float = 0.0  # of calls that come without one; 0: none
@@ -85,6 +86,8 @@ class ServerConfig:
     def __post_init__(self) -> None:
         ports = {"port": self.port, "health_port": self.health_port}
         ports["metrics_port"] = self.metrics_port
+        if self.admin_port is not None:
+            ports["admin_port"] = self.admin_port
         for name, port in ports.items():
             if not 0 <= port <= 65535:
                 raise ConfigError(f"{name} {port} is not in 0 .. 65535 (0: any free port)")
@@ -122,8 +125,10 @@ class WorkerConfig:
     kv_memory: Bytes | None = None
     page_size: int | None = None
     threads: int | None = None
+    max_burst_steps: int | None = None  # decode steps that are sent at once
     kernel: str | None = None  # forces one attention strategy, for debugging
     deterministic: bool = False  # results do not depend on what runs beside them, or on the cache
+    cuda_graphs: bool = True  # without them every kernel is launched by itself
     cost_table: Path | None = None  # what `stemserve calibrate` wrote
     # A worker that takes ten times as long as expected for a step is replaced, within these bounds.
     step_timeout_least_s: float = 10.0
@@ -139,6 +144,7 @@ class WorkerConfig:
             "kv_memory": self.kv_memory,
             "page_size": self.page_size,
             "threads": self.threads,
+            "max_burst_steps": self.max_burst_steps,
         }
         for name, value in counts.items():
             if value is not None and value < 1:
@@ -178,6 +184,7 @@ class WorkerConfig:
             "--page-size": self.page_size,
             "--max-step-tokens": max_step_tokens,
             "--threads": self.threads,
+            "--max-burst-steps": self.max_burst_steps,
             "--kernel": self.kernel,
             "--cost-table": self.cost_table,
             "--log-level": log_level,
@@ -186,7 +193,8 @@ class WorkerConfig:
         for option, value in options.items():
             if value is not None:
                 words += [option, str(value)]
-        return words + ["--deterministic"] * self.deterministic
+        words += ["--deterministic"] * self.deterministic
+        return words + ["--no-cuda-graphs"] * (not self.cuda_graphs)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -48,8 +48,10 @@ KEYS: Mapping[str, str] = {  # of the configuration, by the parameter of `serve`
     "kv_memory": "worker.kv_memory",
     "page_size": "worker.page_size",
     "threads": "worker.threads",
+    "max_burst_steps": "worker.max_burst_steps",
     "kernel": "worker.kernel",
     "deterministic": "worker.deterministic",
+    "cuda_graphs": "worker.cuda_graphs",
     "cost_table": "worker.cost_table",
     "max_step_tokens": "limits.max_step_tokens",
     "max_queued_requests": "limits.max_queued_requests",
@@ -141,6 +143,10 @@ def serve(
     ] = None,
     page_size: Annotated[int | None, _worker("Tokens of a KV page.", show_default="16")] = None,
     threads: Annotated[int | None, _worker("CPU threads of the model; else torch decides.")] = None,
+    max_burst_steps: Annotated[
+        int | None,
+        _worker("Decode steps sent at once while nobody waits.", show_default="8 on a GPU, else 1"),
+    ] = None,
     kernel: Annotated[
         str | None, _worker(_choices(KERNELS, "Force an attention strategy, for debugging. "))
     ] = None,
@@ -151,6 +157,9 @@ def serve(
             "Slower; see docs/operations.md."
         ),
     ] = False,
+    cuda_graphs: Annotated[
+        bool, _worker("Small steps on a GPU as captured graphs; without them launch by launch.")
+    ] = True,
     cost_table: Annotated[
         Path | None, _worker("Costs of attention that stemserve calibrate measured.")
     ] = None,

@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import numpy as np
 import pytest
@@ -64,7 +65,7 @@ def assert_same(found: Generated, wanted: Generated) -> None:
     assert found.usage.prompt_tokens == wanted.usage.prompt_tokens
 
 
-def sampling(seed: int, **options: float) -> inference_pb2.SamplingParams:
+def sampling(seed: int, **options: Any) -> inference_pb2.SamplingParams:
     return inference_pb2.SamplingParams(temperature=1.0, seed=seed, **options)
 
 

@@ -31,6 +31,7 @@ PEM = Path("none.pem")
         (lambda: WorkerConfig(device="tpu"), "'tpu' is not one of auto, cpu, cuda"),
         (lambda: WorkerConfig(kernel="magic"), "'magic' is not one of naive, split"),
         (lambda: WorkerConfig(threads=0), "threads 0 must be at least 1"),
+        (lambda: WorkerConfig(max_burst_steps=0), "max_burst_steps 0 must be at least 1"),
         (
             lambda: WorkerConfig(deterministic=True, kernel="naive"),
             "deterministic has its own attention",
@@ -74,6 +75,13 @@ def test_the_worker_is_told_only_what_was_asked_for() -> None:
         "--max-step-tokens": "64",
         "--log-level": "info",
     }
+
+
+def test_the_worker_is_told_how_many_steps_may_come_at_once() -> None:
+    words = WorkerConfig(max_burst_steps=4).command(
+        Path("/models/m"), max_step_tokens=64, log_level="info"
+    )
+    assert words[words.index("--max-burst-steps") + 1] == "4"
 
 
 def test_a_deterministic_worker_is_told_so() -> None:

@@ -126,6 +126,7 @@ class WorkerConfig:
     page_size: int | None = None
     threads: int | None = None
     max_burst_steps: int | None = None  # decode steps that are sent at once
+    max_burst_ms: float = 10.0  # that they may take: so long whoever comes meanwhile may wait
     kernel: str | None = None  # forces one attention strategy, for debugging
     deterministic: bool = False  # results do not depend on what runs beside them, or on the cache
     cuda_graphs: bool = True  # without them every kernel is launched by itself
@@ -149,6 +150,8 @@ class WorkerConfig:
         for name, value in counts.items():
             if value is not None and value < 1:
                 raise ConfigError(f"{name} {value} must be at least 1")
+        if self.max_burst_ms < 0:
+            raise ConfigError(f"max_burst_ms {self.max_burst_ms} must not be negative")
         if self.deterministic and self.kernel is not None:
             raise ConfigError("deterministic has its own attention; give it without kernel")
         if self.kv_pages is not None and self.kv_memory is not None:

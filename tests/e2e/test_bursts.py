@@ -3,12 +3,13 @@
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from tests.e2e import engine_rig
-from tests.e2e.engine_rig import EngineRig, Generated, InProcessWorker
+from tests.e2e.engine_rig import EngineRig, Generated, InProcessWorker, start_worker
 from tests.e2e.generate_cases import generation
 from tests.e2e.random_models import FAMILIES, RandomModels, random_tokens
 from tests.service.serving import byte_tokenizer
@@ -16,6 +17,7 @@ from tests.service.serving import byte_tokenizer
 from stemserve.proto.v1 import inference_pb2
 from stemserve.service.batching.batcher import BatcherLimits
 from stemserve.service.text.tokenizer import Tokenizer
+from stemserve.service.text.tokenizer_files import load_tokenizer
 
 TOLERANCE = 1e-5  # rows in other company round otherwise
 
@@ -119,3 +121,21 @@ async def test_a_stop_string_inside_a_burst_ends_its_sample_there(
     assert max(together) == 8 and wanted.finish[0] == inference_pb2.FINISH_REASON_STOP
     assert len(wanted.tokens[0]) < 40
     assert_same(found, wanted)
+
+
+async def test_the_default_model_generates_in_bursts_what_it_generates_step_by_step(
+    default_model_path: Path,
+) -> None:
+    worker = start_worker(default_model_path, kv_pages=200, flags=["--max-burst-steps", "4"])
+    tokenizer = load_tokenizer(default_model_path)
+    prompt = tokenizer.encode_continuations(["The capital of France is"])[0].tolist()
+    requests = [
+        generation(prompt, max_new_tokens=18, logprobs=True),
+        generation(prompt, max_new_tokens=15, n=3, sampling=sampling(3, top_p=0.95)),
+        generation(prompt[:2], max_new_tokens=24, stop=[".", " the "], ignore_eos=False),
+    ]
+    one_by_one, alone = await answers(worker, tokenizer, 1, requests)
+    in_bursts, together = await answers(worker, tokenizer, 4, requests)
+    assert alone == {1} and max(together) == 4
+    for found, wanted in zip(in_bursts, one_by_one, strict=True):
+        assert_same(found, wanted)

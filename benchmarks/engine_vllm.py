@@ -46,17 +46,24 @@ class VllmPeer:
         self._answers: IO[str] = process.stdout
         self._log = log
         self._rounds = rounds
-        self._name = ""  # until it has started
+        self._name = "vLLM"
+        self._failure = ""
+
+    def wait(self) -> None:
+        try:
+            self._name = f"vLLM {self._read()['version']}"
+        except (VllmFailed, OSError) as error:
+            self._failure = str(error)
 
     def measure(self, row: Row, tokens: TokenSource) -> PeerRow:
+        if self._failure:
+            return PeerRow(peer=self._name, peer_ms=None, why=self._failure)
         try:
-            if not self._name:
-                self._name = f"vLLM {self._read()['version']}"
             if isinstance(row, ScoreRow):
                 return self._score(row, tokens)
             return self._decode(row, tokens)
         except (VllmFailed, OSError) as error:
-            return PeerRow(peer=self._name or "vLLM", peer_ms=None, why=str(error))
+            return PeerRow(peer=self._name, peer_ms=None, why=str(error))
 
     def _score(self, row: ScoreRow, tokens: TokenSource) -> PeerRow:
         answers: list[dict[str, Any]] = []

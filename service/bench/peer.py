@@ -24,6 +24,10 @@ class PeerRow:
 
 
 class Peer(Protocol):
+    def wait(self) -> None:
+        """Until it has started, or failed: nothing is measured beside a start."""
+        ...
+
     def measure(self, row: Row, tokens: TokenSource) -> PeerRow:
         """Raises nothing: a peer that fails says why in its row."""
         ...
@@ -31,5 +35,5 @@ class Peer(Protocol):
 
 class StartPeer(Protocol):
     def __call__(self, model: str, folder: Path) -> AbstractContextManager[Peer]:
-        """Returns at once; the first measurement waits until the peer has started."""
+        """Returns at once; `wait` then waits until the peer has started."""
         ...

@@ -1,7 +1,7 @@
 """Run the rows that were chosen: start a server a model, measure, and write after each row."""
 
 import tempfile
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -81,9 +81,15 @@ class Suite:
                 for model in dict.fromkeys(row.model for row in self._plan.rows):
                     started = self._start_peer(model, folders[model])
                     peers[model] = stack.enter_context(started)
+            self._wait(peers)
             for model, folder in folders.items():
                 with self._target(folder, self._plan.log or work / "server.log") as target:
                     self._measure(target, model, peers.get(model))
+
+    def _wait(self, peers: Mapping[str, Peer]) -> None:
+        for model, peer in peers.items():
+            self._doing(f"{model}: waiting for the peer")
+            peer.wait()
 
     def _measure(self, target: Target, model: str, peer: Peer | None) -> None:
         for row in self._plan.rows:

@@ -8,6 +8,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from stemserve.kernels.layout import Int32
 from stemserve.proto.v1 import worker_pb2
 from stemserve.worker.attention import PlannedGroup
 from stemserve.worker.blobs import encode_float32, encode_int32
@@ -99,24 +100,33 @@ def _set_samples(
     tokens = np.empty(samples, np.int32)
     logprobs = np.empty(samples, np.float32)
     counts = np.zeros(samples, np.int32)
-    top_ids = [np.empty(0, np.int32)] * samples
-    top_logprobs = [np.empty(0, np.float32)] * samples
     for some, drawn in draws:
         tokens[some] = drawn.tokens.numpy()
         logprobs[some] = drawn.logprobs.numpy()
         counts[some] = drawn.top_counts
-        if not drawn.top_counts.any():
-            continue
-        ids, values = drawn.top_ids.numpy(), drawn.top_logprobs.numpy()
-        for row, sample in enumerate(some.tolist()):
-            top_ids[sample] = ids[row, : counts[sample]]
-            top_logprobs[sample] = values[row, : counts[sample]]
     result.sampled_tokens = encode_int32(tokens)
     result.sampled_logprobs = encode_float32(logprobs)
     if counts.any():
-        result.top_indptr = encode_int32(np.concatenate([[0], np.cumsum(counts)]))
-        result.top_ids = encode_int32(np.concatenate(top_ids))
-        result.top_logprobs = encode_float32(np.concatenate(top_logprobs))
+        _set_top_logprobs(result, draws, counts)
+
+
+def _set_top_logprobs(
+    result: worker_pb2.StepResult,
+    draws: Sequence[tuple[NDArray[np.intp], Drawn]],
+    counts: Int32,  # [samples]
+) -> None:
+    indptr = np.concatenate([[0], np.cumsum(counts)])
+    ids = np.empty(indptr[-1], np.int32)
+    logprobs = np.empty(indptr[-1], np.float32)
+    for some, drawn in draws:
+        column = np.arange(drawn.top_ids.shape[1])
+        asked = column < drawn.top_counts[:, None]
+        place = (indptr[some][:, None] + column)[asked]
+        ids[place] = drawn.top_ids.numpy()[asked]
+        logprobs[place] = drawn.top_logprobs.numpy()[asked]
+    result.top_indptr = encode_int32(indptr)
+    result.top_ids = encode_int32(ids)
+    result.top_logprobs = encode_float32(logprobs)
 
 
 def _added_up(reports: Sequence[worker_pb2.GroupReport]) -> list[worker_pb2.GroupReport]:

@@ -1,8 +1,8 @@
 """The next tokens: drawn from logits as each slot's parameters say."""
 
-from collections.abc import Generator, Iterable, Sequence
+from collections.abc import Generator, Iterable
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -11,15 +11,19 @@ from torch import Tensor
 
 from stemserve.kernels.host_array import device_tensor, index_tensor
 from stemserve.kernels.layout import Int32
-from stemserve.kernels.sampling.slot_tables import SLOT, SlotTables
+from stemserve.kernels.sampling.slot_tables import (
+    GREEDY_TEMPERATURE,
+    SLOT,
+    DrawnTokens,
+    SlotTables,
+)
 from stemserve.worker.blobs import BadPlan
+from stemserve.worker.host_draw import draw_on_host
+from stemserve.worker.logit_edits import LogitEdits
 from stemserve.worker.sampler_params import SamplerParams
 from stemserve.worker.step import Samples, Step
 from stemserve.worker.transfer import to_host
-from stemserve.worker.truncation import Truncation, largest, truncate
-from stemserve.worker.uniform import uniform
-
-GREEDY_TEMPERATURE = 1e-5
+from stemserve.worker.truncation import largest
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,17 +51,19 @@ class Drawn:
 
 class Sampler:
     def __init__(self, slots: int, device: torch.device) -> None:
-        self._params: list[SamplerParams | None] = [None] * slots
-        self._has_token = np.zeros(slots, np.bool_)
         self.tables = SlotTables(slots, device)
+        self._params = np.zeros(slots, SLOT)
+        self._edits = LogitEdits(slots)
+        self._top_logprobs = np.zeros(slots, np.int32)
+        self._is_known = np.zeros(slots, np.bool_)
+        self._has_token = np.zeros(slots, np.bool_)
         self._device = device
 
     def check(self, step: Step) -> None:
         """Raises BadPlan where the step reads a slot that holds nothing."""
-        admitted = {params.slot for params in step.samplers}
-        for slot in step.samples.slots.tolist():
-            if slot not in admitted and self._params[slot] is None:
-                raise BadPlan(f"sample_slots: no sampler was sent for slot {slot}")
+        unknown = step.samples.slots[~self._is_known[step.samples.slots]]
+        if len(unknown):
+            self._refuse_unknown(np.setdiff1d(unknown, [params.slot for params in step.samplers]))
         read = -1 - step.token_ids[step.token_ids < 0]
         if not self._has_token[read].all():
             slot = int(read[~self._has_token[read]][0])
@@ -65,11 +71,17 @@ class Sampler:
 
     def admit(self, samplers: Iterable[SamplerParams]) -> None:
         new = tuple(samplers)
-        for params in new:
-            self._params[params.slot] = params
-            self._has_token[params.slot] = False
+        if not new:
+            return
+        slots = np.asarray([params.slot for params in new], np.int64)
         rows = [(p.temperature, p.top_k, p.top_p, p.min_p, 0, p.seed) for p in new]
-        self.tables.admit(np.asarray([p.slot for p in new], np.int64), np.array(rows, SLOT))
+        self._params[slots] = np.array(rows, SLOT)
+        self._top_logprobs[slots] = [params.top_logprobs for params in new]
+        self._is_known[slots] = True
+        self._has_token[slots] = False
+        for params in new:
+            self._edits.admit(params)
+        self.tables.admit(slots, self._params[slots])
 
     @contextmanager
     def kept_on_error(self, samples: Samples) -> Generator[None]:
@@ -82,24 +94,17 @@ class Sampler:
                 self.tables.last_token.copy_(before)
             raise
 
-    def token_ids(self, token_ids: Int32) -> Tensor:  # [rows] int64
-        """The step's token ids, with -1 - slot replaced by the slot's last token."""
-        ids = device_tensor(token_ids.astype(np.int64), self._device)
-        rows = np.flatnonzero(token_ids < 0)
-        if len(rows):
-            slots = device_tensor(-1 - token_ids[rows].astype(np.int64), self._device)
-            ids[device_tensor(rows, self._device)] = self.tables.last_token[slots]
-        return ids
-
     def takes_likeliest(self, samples: Samples) -> NDArray[np.bool_]:  # [samples]
         """Which samples are the most likely token, whatever the logits of the others."""
-        pairs = zip(samples.slots.tolist(), samples.index.tolist(), strict=True)
-        return np.array([_is_likeliest(self._known(slot), index) for slot, index in pairs], bool)
+        is_plain = self.is_plain(samples)
+        is_plain &= self._params["temperature"][samples.slots] <= GREEDY_TEMPERATURE
+        return is_plain
 
     def is_plain(self, samples: Samples) -> NDArray[np.bool_]:  # [samples]
         """Which samples the tables of the slots say all about."""
-        pairs = zip(samples.slots.tolist(), samples.index.tolist(), strict=True)
-        return np.array([_is_plain(self._known(slot), index) for slot, index in pairs], bool)
+        slots, index = samples.slots, samples.index
+        self._refuse_unknown(slots[~self._is_known[slots]])
+        return (self._top_logprobs[slots] == 0) & ~self._edits.any(slots, index)
 
     def drew(self, slots: Int32) -> None:
         """The device put tokens into the slots."""
@@ -112,7 +117,8 @@ class Sampler:
         failed: Tensor,  # [samples] bool
         slots: Int32,  # [samples]
     ) -> Drawn:
-        self._keep(tokens, slots)
+        self.tables.last_token[index_tensor(slots, self._device)] = tokens
+        self.drew(slots)
         none = logprobs.new_empty((len(slots), 0))
         return Drawn(
             tokens=tokens,
@@ -125,107 +131,44 @@ class Sampler:
 
     def draw(
         self,
-        logits: Tensor,  # [samples, vocab] float32; overwritten
-        logprobs: Tensor,  # [samples, vocab] float32, raw
-        slots: Int32,  # [samples]
-        index: Int32,  # [samples] tokens that the slot's request generated before
+        logits: Tensor,  # [samples, vocab] float32
+        samples: Samples,
     ) -> Drawn:
-        params = [self._known(slot) for slot in slots.tolist()]
-        _edit(logits, params, index.tolist())
-        tokens = logits.argmax(-1)  # the lowest id on a tie
-        random = [i for i, p in enumerate(params) if p.temperature > GREEDY_TEMPERATURE]
-        if random:
-            seeds = np.asarray([params[i].seed for i in random], np.uint64)
-            u = device_tensor(uniform(seeds, index[random].astype(np.uint64)), self._device)
-            rows = _rows(random, len(params), self._device)
-            tokens[rows] = _draw(logits[rows], [params[i] for i in random], u)
-        self._keep(tokens, slots)
-        counts = np.asarray([p.top_logprobs for p in params], np.int32)
-        top_ids, top_logprobs = largest(logprobs, int(counts.max(initial=0)))
-        drawn = logprobs.gather(-1, tokens[:, None]).squeeze(-1)
-        return Drawn(
-            tokens=tokens,
-            logprobs=drawn,
+        slots, index = samples.slots, samples.index
+        special = np.flatnonzero(~self.is_plain(samples))
+        if not len(special):
+            return self.take(*self._draw(logits, slots, index), slots)
+        rows = index_tensor(special, self._device)
+        raw = logits[rows].log_softmax(-1)
+        drawn = self._draw(self._edits.applied(logits, slots, index), slots, index)
+        logprobs = raw.gather(-1, drawn.tokens[rows, None]).squeeze(-1)
+        counts = self._top_logprobs[slots]
+        most = int(counts.max())
+        top_ids, top_logprobs = largest(raw, most)
+        taken = self.take(
+            drawn.tokens,
+            drawn.logprobs.index_copy(0, rows, logprobs),
             # A NaN that is banned is left in the log-probabilities.
-            failed=~(logits.amax(-1) + drawn).isfinite(),
+            drawn.failed.index_copy(0, rows, drawn.failed[rows] | ~logprobs.isfinite()),
+            slots,
+        )
+        nothing = raw.new_zeros((len(slots), most))
+        return replace(
+            taken,
             top_counts=counts,
-            top_ids=top_ids,
-            top_logprobs=top_logprobs,
+            top_ids=nothing.long().index_copy(0, rows, top_ids),
+            top_logprobs=nothing.index_copy(0, rows, top_logprobs),
         )
 
-    def _keep(self, tokens: Tensor, slots: Int32) -> None:
-        self.tables.last_token[index_tensor(slots, self._device)] = tokens
-        self.drew(slots)
+    def _draw(self, logits: Tensor, slots: Int32, index: Int32) -> DrawnTokens:
+        if self._device.type == "cpu":
+            return draw_on_host(logits, self._params[slots], index)
+        # Here, so that a host without a GPU does without Triton.
+        from stemserve.kernels.sampling.draw import draw_tokens
 
-    def _known(self, slot: int) -> SamplerParams:
-        params = self._params[slot]
-        if params is None:
-            raise BadPlan(f"sample_slots: no sampler was sent for slot {slot}")
-        return params
+        where = device_tensor(np.stack((slots, index)).astype(np.int64), self._device)
+        return draw_tokens(logits, self.tables, where[0], where[1])
 
-
-def _is_likeliest(params: SamplerParams, index: int) -> bool:
-    return params.temperature <= GREEDY_TEMPERATURE and _is_plain(params, index)
-
-
-def _is_plain(params: SamplerParams, index: int) -> bool:
-    banned = params.min_tokens_banned_ids if index < params.min_new_tokens else ()
-    edited = len(params.bias_ids) or len(params.banned_ids) or len(banned)
-    return not (edited or params.top_logprobs)
-
-
-def _edit(logits: Tensor, params: Sequence[SamplerParams], index: Sequence[int]) -> None:
-    """Add the biases and ban the banned, in place."""
-    biased = [(i, p.bias_ids) for i, p in enumerate(params) if len(p.bias_ids)]
-    if biased:
-        values = np.concatenate([params[i].bias_values for i, _ in biased])
-        bias = device_tensor(values, logits.device)
-        logits.index_put_(_cells(biased, logits.device), bias, accumulate=True)
-    banned = [(i, p.banned_ids) for i, p in enumerate(params) if len(p.banned_ids)]
-    banned += [
-        (i, p.min_tokens_banned_ids)
-        for i, p in enumerate(params)
-        if index[i] < p.min_new_tokens and len(p.min_tokens_banned_ids)
-    ]
-    if banned:
-        minus_infinity = torch.full((), -torch.inf, device=logits.device)
-        logits.index_put_(_cells(banned, logits.device), minus_infinity)
-
-
-def _cells(ids: Sequence[tuple[int, Int32]], device: torch.device) -> tuple[Tensor, Tensor]:
-    rows = np.repeat([row for row, _ in ids], [len(columns) for _, columns in ids])
-    columns = np.concatenate([columns for _, columns in ids]).astype(np.int64)
-    return device_tensor(rows, device), device_tensor(columns, device)
-
-
-def _rows(rows: Sequence[int], total: int, device: torch.device) -> slice | Tensor:
-    return slice(None) if len(rows) == total else device_tensor(np.asarray(rows), device)
-
-
-def _column(values: Sequence[float], device: torch.device) -> Tensor:  # [n, 1] float32
-    return device_tensor(np.asarray(values, np.float32)[:, None], device)
-
-
-def _draw(
-    logits: Tensor,  # [samples, vocab] float32
-    params: Sequence[SamplerParams],
-    u: Tensor,  # [samples] float64 in [0, 1)
-) -> Tensor:  # [samples] int64
-    """Temperature, top_k, top_p over what top_k left, min_p; then the inverse of the cumulated
-    distribution, in the order of token ids, at u."""
-    temperature = _column([p.temperature for p in params], logits.device)
-    # Relative to the most likely token, whose weight is 1.
-    weights = ((logits - logits.amax(-1, keepdim=True)) / temperature).exp()
-    truncated = [i for i, p in enumerate(params) if p.top_k or p.top_p < 1]
-    if truncated:
-        rows = _rows(truncated, len(params), logits.device)
-        limits = Truncation.of([(params[i].top_k, params[i].top_p) for i in truncated], weights)
-        weights[rows] = truncate(weights[rows], limits)
-    if any(p.min_p for p in params):
-        min_p = _column([p.min_p for p in params], logits.device)
-        weights = torch.where(weights < min_p, 0.0, weights)
-    cumulated = weights.cumsum(-1, dtype=torch.float64)
-    target = u[:, None] * cumulated[:, -1:]
-    tokens = torch.searchsorted(cumulated, target, right=True).squeeze(-1)
-    # A row of NaN finds no place; it must not point outside the vocabulary.
-    return tokens.clamp_max(logits.shape[-1] - 1)
+    def _refuse_unknown(self, slots: NDArray[np.integer]) -> None:
+        if len(slots):
+            raise BadPlan(f"sample_slots: no sampler was sent for slot {int(slots[0])}")

@@ -145,14 +145,13 @@ class Scorer:
         """`at`: the row of hidden that each of the samples reads."""
         for start in range(0, len(hidden), self._rows_at_once):
             logits = self._heads.logits(hidden[start : start + self._rows_at_once])
-            logprobs = logits.log_softmax(-1)
             reading = between(at, start, start + len(logits))
             # Many samples may share a row, and each has its own copy of it.
             for first in range(0, len(reading), self._draws_at_once):
                 now = reading[first : first + self._draws_at_once]
-                rows, some = index_tensor(at[now] - start, self._device), samples[now]
-                slots, index = step.samples.slots[some], step.samples.index[some]
-                yield some, self._sampler.draw(logits[rows], logprobs[rows], slots, index)
+                some = samples[now]
+                drawn = self._sampler.draw(_picked(logits, at[now] - start), step.samples.of(some))
+                yield some, drawn
 
     def _classify(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
         if not len(hidden):

@@ -3,6 +3,7 @@
 from dataclasses import dataclass, replace
 
 import numpy as np
+from numpy.typing import NDArray
 
 from stemserve.kernels.layout import AttentionLayout, Int32
 from stemserve.proto.v1 import worker_pb2
@@ -48,6 +49,9 @@ class Samples:
     rows: Int32  # [samples]
     slots: Int32  # [samples]
     index: Int32  # [samples]
+
+    def of(self, some: NDArray[np.integer]) -> "Samples":
+        return Samples(rows=self.rows[some], slots=self.slots[some], index=self.index[some])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -3,15 +3,16 @@
 Of equal tokens those with the lowest ids stay.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Self
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
-from stemserve.kernels.host_array import device_tensor
+from stemserve.kernels.host_array import device_tensor, index_tensor
+from stemserve.kernels.layout import Int32
 
 # Sorting a vocabulary of 49,152 takes 8 times as long on a CPU as finding its largest 1,024.
 FIRST_SORTED = 1024
@@ -24,13 +25,13 @@ class Truncation:
     longest: int  # the largest top_k
 
     @classmethod
-    def of(cls, limits: Sequence[tuple[int, float]], like: Tensor) -> Self:
-        """From (top_k, top_p) pairs; top_k 0 and top_p 1 are off."""
-        vocab = like.shape[-1]
+    def of(cls, top_k: Int32, top_p: NDArray[np.float64], like: Tensor) -> Self:
+        """One of each a row; top_k 0 and top_p 1 are off."""
+        most = np.where(top_k > 0, top_k, like.shape[-1])
         return cls(
-            most=device_tensor(np.asarray([top_k or vocab for top_k, _ in limits]), like.device),
-            mass=device_tensor(np.asarray([p for _, p in limits], np.float64), like.device),
-            longest=max((top_k for top_k, _ in limits), default=0),
+            most=index_tensor(most, like.device),
+            mass=device_tensor(top_p, like.device),
+            longest=int(top_k.max(initial=0)),
         )
 
 
@@ -39,9 +40,7 @@ def truncate(
     limits: Truncation,
 ) -> Tensor:  # [rows, vocab] weights with 0 for the tokens that go
     vocab = weights.shape[-1]
-    first = vocab
-    if weights.device.type == "cpu":
-        first = min(vocab, max(FIRST_SORTED, limits.longest))
+    first = min(vocab, max(FIRST_SORTED, limits.longest))
     ordered = weights.topk(first).values if first < vocab else _sorted(weights)
     counts = _counts(weights, ordered, limits)
     if first < vocab and bool((counts > first).any()):
@@ -57,12 +56,14 @@ def largest(
     if not count:
         rows = len(values)
         return values.new_empty(rows, 0, dtype=torch.int64), values.new_empty(rows, 0)
-    counts = torch.full((len(values),), count, device=values.device)
-    kept = _are_largest(values, values.topk(count).values, counts)
-    # topk gives the kept tokens in any order among equals: by id first, then stably by value.
-    ids = torch.where(kept, 1.0, 0.0).topk(count).indices.sort(-1).values
-    kept_values, order = values.gather(-1, ids).sort(stable=True, dim=-1, descending=True)
-    return ids.gather(-1, order), kept_values
+    # One integer a token that orders by value and then by id, so that nothing is sorted but what
+    # is returned.
+    bits = torch.where(values == 0, 0.0, values).view(torch.int32)
+    ordered = bits ^ ((bits >> 31) & 0x7FFFFFFF)
+    last = torch.iinfo(torch.int32).max
+    ids = last - torch.arange(values.shape[-1], device=values.device)
+    found = last - (((ordered.long() << 32) | ids).topk(count).values & last)
+    return found, values.gather(-1, found)
 
 
 def _sorted(weights: Tensor) -> Tensor:

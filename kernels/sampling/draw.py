@@ -1,71 +1,101 @@
-"""Tokens drawn from logits on the device, as the tables of the slots say."""
+"""Tokens drawn from logits on a CUDA device, as the tables of the slots say: three launches.
 
-from typing import NamedTuple
+A token is the inverse of the cumulated distribution, in the order of ids, at a number that depends
+on the slot's seed and the token's index only. All sums have a fixed order of their own in each row.
+"""
+
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from stemserve.kernels.sampling.slot_tables import GREEDY_TEMPERATURE, SlotTables
+from stemserve.kernels.fused.fused_norm import power_of_2
+from stemserve.kernels.sampling import draw_triton, wide_draw_triton
+from stemserve.kernels.sampling.slot_tables import GREEDY_TEMPERATURE, DrawnTokens, SlotTables
 
-ROUNDS = 10
-MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
-WEYL = (0x9E3779B9, 0xBB67AE85)
-LOW = 0xFFFFFFFF
-BITS = 48
+KERNELS: Any = draw_triton  # untyped: device code
+WIDE_KERNELS: Any = wide_draw_triton
 
 
-class DrawnTokens(NamedTuple):
-    tokens: Tensor  # [n] int64
-    logprobs: Tensor  # [n] float32: of the logits as they are
-    failed: Tensor  # [n] bool: there was nothing finite to draw from
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DrawShape:
+    """How a row is divided. All numbers are powers of two."""
+
+    width: int = 128  # tokens of a block
+    blocks: int = 32  # of a program that summarises them
+    picks: int = 128  # blocks that one program holds
+    warps: int = 16
+
+
+FASTEST = DrawShape()
 
 
 def draw_tokens(
-    logits: Tensor,  # [n, vocab] float32
+    logits: Tensor,  # [n, vocab] float32; rows may be strided
     tables: SlotTables,
     slots: Tensor,  # [n] int64
     index: Tensor,  # [n] int64: tokens that the slot's request generated before
+    shape: DrawShape = FASTEST,
 ) -> DrawnTokens:
     """Also keeps the tokens as the slots' last ones. No launch depends on what the tensors hold."""
-    vocab = logits.shape[1]
-    params = tables.params[slots]
-    singles, doubles = params.view(torch.float32), params.view(torch.float64)
-    temperature, top_p, min_p = singles[:, 0:1], doubles[:, 1:2], singles[:, 4:5]
-    top_k = params.view(torch.int32)[:, 1:2].long()
-    most = torch.where(top_k > 0, top_k, vocab)
-    weights = ((logits - logits.amax(-1, keepdim=True)) / temperature.clamp_min(1e-6)).exp()
-    ordered, ids = weights.sort(stable=True, dim=-1, descending=True)
-    rank = torch.arange(vocab, device=logits.device)
-    cumulated = ordered.cumsum(-1, dtype=torch.float64)
-    total = cumulated.gather(-1, most - 1)
-    by_mass = (cumulated < top_p * total).sum(-1, keepdim=True) + 1
-    count = torch.where(top_p < 1, by_mass.minimum(most), most)
-    stays = torch.zeros_like(weights, dtype=torch.bool).scatter_(-1, ids, rank < count)
-    weights = torch.where(stays & (weights >= min_p), weights, 0.0)
-    cumulated = weights.cumsum(-1, dtype=torch.float64)
-    target = _uniform(params[:, 3], index)[:, None] * cumulated[:, -1:]
-    random = torch.searchsorted(cumulated, target, right=True).clamp_max(vocab - 1)
-    greedy = logits.argmax(-1, keepdim=True)
-    tokens = torch.where(temperature > GREEDY_TEMPERATURE, random, greedy)
-    logprobs = (logits.gather(-1, tokens) - logits.logsumexp(-1, keepdim=True)).squeeze(-1)
-    tokens = tokens.squeeze(-1)
-    tables.last_token.index_copy_(0, slots, tokens)
-    return DrawnTokens(tokens, logprobs, ~logprobs.isfinite())
-
-
-def _uniform(seeds: Tensor, index: Tensor) -> Tensor:  # [n] float64 in [0, 1)
-    """Philox 4x32-10: the key is the seed, the counter the index."""
-    c0, c1 = index & LOW, (index >> 32) & LOW
-    c2, c3 = torch.zeros_like(c0), torch.zeros_like(c0)
-    k0, k1 = seeds & LOW, (seeds >> 32) & LOW
-    for _ in range(ROUNDS):
-        first, second = c0 * MULTIPLIERS[0], c2 * MULTIPLIERS[1]
-        c0, c1, c2, c3 = (
-            ((second >> 32) & LOW) ^ c1 ^ k0,
-            second & LOW,
-            ((first >> 32) & LOW) ^ c3 ^ k1,
-            first & LOW,
-        )
-        k0, k1 = (k0 + WEYL[0]) & LOW, (k1 + WEYL[1]) & LOW
-    bits = (c0 << (BITS - 32)) | (c1 >> (64 - BITS))
-    return bits.double() / 2.0**BITS
+    rows, vocab = logits.shape
+    if logits.dtype != torch.float32 or logits.stride(1) != 1:
+        raise ValueError("logits must be float32, those of a row side by side")
+    drawn = DrawnTokens(
+        logits.new_empty(rows, dtype=torch.int64),
+        logits.new_empty(rows),
+        logits.new_empty(rows, dtype=torch.bool),
+    )
+    if not rows:
+        return drawn
+    blocks = -(-vocab // shape.width)
+    pad = power_of_2(blocks)
+    parts = logits.new_empty((3, rows, blocks))  # tops, totals, masses
+    picks = logits.new_empty((rows, shape.picks), dtype=torch.int32)
+    is_wide = logits.new_empty(rows, dtype=torch.int8)
+    sizes = (logits.stride(0), vocab, blocks)
+    KERNELS.block_kernel[(-(-blocks // shape.blocks), rows)](
+        logits,
+        slots,
+        tables.params,
+        *parts,
+        *sizes,
+        GREEDY=GREEDY_TEMPERATURE,
+        BLOCKS=shape.blocks,
+        WIDTH=shape.width,
+        num_warps=4,
+    )
+    where = (slots, index, tables.params, tables.last_token)
+    KERNELS.row_kernel[(rows,)](
+        logits,
+        *where,
+        *parts,
+        picks,
+        is_wide,
+        *drawn,
+        *sizes,
+        GREEDY=GREEDY_TEMPERATURE,
+        PAD=pad,
+        PICKS=shape.picks,
+        WIDTH=shape.width,
+        num_warps=shape.warps,
+    )
+    tile = shape.picks * shape.width
+    tiles = power_of_2(-(-vocab // tile))
+    WIDE_KERNELS.wide_kernel[(rows,)](
+        logits,
+        *where,
+        *parts,
+        is_wide,
+        *logits.new_empty((2, rows, tile), dtype=torch.int32),  # keys and ids
+        logits.new_empty((rows, tiles), dtype=torch.float64),
+        *drawn,
+        *sizes,
+        PAD=pad,
+        WIDTH=shape.width,
+        TILE=tile,
+        TILES=tiles,
+        num_warps=shape.warps,
+    )
+    return drawn

@@ -1,6 +1,6 @@
 """What each sampler slot draws by, and the token it drew last, on the device."""
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -22,6 +22,12 @@ SLOT = np.dtype(
 )
 WORDS = SLOT.itemsize // 8
 GREEDY_TEMPERATURE = 1e-5
+
+
+class DrawnTokens(NamedTuple):
+    tokens: Tensor  # [n] int64
+    logprobs: Tensor  # [n] float32: of the logits as they are
+    failed: Tensor  # [n] bool: there was nothing finite to draw from
 
 
 class SlotTables:

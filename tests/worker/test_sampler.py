@@ -39,8 +39,11 @@ def draw(
         params.slot = slot
         sampler.admit([decode_sampler(params, slots=rows, vocab_size=vocab)])
     index = [0] * rows if index is None else index
-    raw = logits.log_softmax(-1)
-    return sampler.draw(logits.clone(), raw, int32(range(rows)), int32(index))
+    return sampler.draw(logits.clone(), samples_of(range(rows), index))
+
+
+def samples_of(slots: Sequence[int], index: Sequence[int]) -> Samples:
+    return Samples(rows=int32(range(len(slots))), slots=int32(slots), index=int32(index))
 
 
 def allowed(logits: NDArray[np.float64], params: worker_pb2.Sampler) -> NDArray[np.float64]:
@@ -212,8 +215,12 @@ def test_sampled_tokens_feed_later_steps_from_their_slots() -> None:
     sampler = Sampler(4, CPU)
     sampler.admit([decode_sampler(message(slot), slots=4, vocab_size=4) for slot in (2, 3)])
     logits = torch.tensor([[0.0, 9.0, 0.0, 0.0], [0.0, 0.0, 0.0, 9.0]])
-    sampler.draw(logits, logits.log_softmax(-1), int32([3, 2]), int32([0, 0]))
-    assert sampler.token_ids(int32([40, -1 - 2, -1 - 3])).numpy().tolist() == [40, 3, 1]
+    sampler.draw(logits, samples_of([3, 2], [0, 0]))
+    assert sampler.tables.token_ids(torch.tensor([40, -1 - 2, -1 - 3])).numpy().tolist() == [
+        40,
+        3,
+        1,
+    ]
 
 
 def decode_plan(slot: int) -> PlanBuilder:
@@ -270,4 +277,4 @@ def test_a_taken_token_is_the_next_input_of_its_slot() -> None:
     nothing = torch.zeros(2)
     drawn = sampler.take(tokens, nothing, nothing.bool(), int32([2, 0]))
     assert drawn.top_ids.shape == drawn.top_logprobs.shape == (2, 0)
-    assert sampler.token_ids(int32([-1, -3, 5])).numpy().tolist() == [9, 7, 5]
+    assert sampler.tables.token_ids(torch.tensor([-1, -3, 5])).numpy().tolist() == [9, 7, 5]

@@ -1,0 +1,67 @@
+"""What some samples change about their logits: biases, and tokens that must not come."""
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from stemserve.kernels.host_array import device_tensor
+from stemserve.kernels.layout import Int32
+from stemserve.worker.sampler_params import SamplerParams
+
+
+class LogitEdits:
+    """Of all slots. Samples without any cost no work of their own."""
+
+    def __init__(self, slots: int) -> None:
+        self._params: dict[int, SamplerParams] = {}  # of slots with edits
+        self._always = np.zeros(slots, np.bool_)
+        self._until = np.zeros(slots, np.int32)  # the index from which on no more is banned
+
+    def admit(self, params: SamplerParams) -> None:
+        slot = params.slot
+        self._params.pop(slot, None)
+        self._always[slot] = len(params.bias_ids) > 0 or len(params.banned_ids) > 0
+        banned = len(params.min_tokens_banned_ids) > 0
+        self._until[slot] = params.min_new_tokens if banned else 0
+        if self._always[slot] or self._until[slot]:
+            self._params[slot] = params
+
+    def any(self, slots: Int32, index: Int32) -> NDArray[np.bool_]:  # [samples]
+        return self._always[slots] | (index < self._until[slots])
+
+    def applied(
+        self,
+        logits: Tensor,  # [samples, vocab]
+        slots: Int32,  # [samples]
+        index: Int32,  # [samples]
+    ) -> Tensor:
+        """With the biases added and then the banned banned; the same tensor where nobody edits."""
+        rows = np.flatnonzero(self.any(slots, index)).tolist()
+        if not rows:
+            return logits
+        logits = logits.clone()
+        edits = [(row, self._params[int(slots[row])]) for row in rows]
+        biased = [(row, params.bias_ids) for row, params in edits if len(params.bias_ids)]
+        if biased:
+            values = np.concatenate([params.bias_values for _, params in edits])
+            bias = device_tensor(values, logits.device)
+            logits.index_put_(_cells(biased, logits.device), bias, accumulate=True)
+        banned = [(row, params.banned_ids) for row, params in edits] + [
+            (row, params.min_tokens_banned_ids)
+            for row, params in edits
+            if index[row] < params.min_new_tokens
+        ]
+        if any(len(columns) for _, columns in banned):
+            minus_infinity = torch.full((), -torch.inf, device=logits.device)
+            logits.index_put_(_cells(banned, logits.device), minus_infinity)
+        return logits
+
+
+def _cells(ids: Sequence[tuple[int, Int32]], device: torch.device) -> tuple[Tensor, Tensor]:
+    rows = np.repeat([row for row, _ in ids], [len(columns) for _, columns in ids])
+    columns = np.concatenate([columns for _, columns in ids])
+    cells = device_tensor(np.stack((rows, columns)).astype(np.int64), device)
+    return cells[0], cells[1]

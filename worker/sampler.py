@@ -96,9 +96,9 @@ class Sampler:
 
     def takes_likeliest(self, samples: Samples) -> NDArray[np.bool_]:  # [samples]
         """Which samples are the most likely token, whatever the logits of the others."""
-        is_plain = self.is_plain(samples)
-        is_plain &= self._params["temperature"][samples.slots] <= GREEDY_TEMPERATURE
-        return is_plain
+        is_greedy = self._params["temperature"][samples.slots] <= GREEDY_TEMPERATURE
+        likeliest: NDArray[np.bool_] = self.is_plain(samples) & is_greedy
+        return likeliest
 
     def is_plain(self, samples: Samples) -> NDArray[np.bool_]:  # [samples]
         """Which samples the tables of the slots say all about."""

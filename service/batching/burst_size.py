@@ -22,11 +22,13 @@ class BurstSize:
         """A burst, or a step, of decode rows was answered.
 
         The worker counts from its launch, which may be before the end of the step before; then the
-        time since that one's answer is the better measure.
+        time since that one's answer is the better measure, unless the two were read together.
         """
         gap = now - self._answered_s
         self._answered_s = now
-        self._speed.observe(rows, (min(seconds, gap) if gap > 0 else seconds) / steps)
+        if gap > 0:
+            seconds = max(seconds / 2, min(seconds, gap))
+        self._speed.observe(rows, seconds / steps)
 
     def steps(self, rows: int) -> int:
         """A power of two."""

@@ -51,6 +51,8 @@ def _lay_steps(
     end = np.append(layout.node_start + layout.node_tokens, np.int32(0))[last[:-1]]
     # Pages that may gain tokens, and own rows, of which a plan is told by their node.
     shown = np.flatnonzero(((end - at.ravel() < size) | (last[:-1] < 0)) & (words.ravel() != 0))
+    start = np.append(layout.node_start, np.int32(0))[last[shown]]
+    before = np.where(last[shown] < 0, 0, (at.ravel()[shown] - start) // size)  # pages of the node
     return TileStreams(
         rows=rows,
         cuts=cuts,
@@ -58,8 +60,9 @@ def _lay_steps(
         wide_high=NOTHING,
         region_step=np.array([0, len(steps.begin)], np.int32),
         run_node=last[shown],
-        run_page=shown.astype(np.int32),
-        run_pages=np.ones(len(shown), np.int32),
+        # The pages before lie where these say, too, unless a chunk ends between.
+        run_page=(shown - before).astype(np.int32),
+        run_pages=(before + 1).astype(np.int32),
         run_low=np.repeat(steps.low, per_step)[shown],
         run_high=np.repeat(steps.high, per_step)[shown],
         words=np.append(words.ravel(), spare).astype(np.int32),

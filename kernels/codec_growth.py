@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from stemserve.kernels.codec_pieces import RECORD
 from stemserve.kernels.codec_tables import Capacity, HostTables, section_starts
-from stemserve.kernels.codec_tiles import MASKED, PAGE_BITS, STEP_TOKENS
+from stemserve.kernels.codec_tiles import MASKED, PAGE_BITS, STEP_TOKENS, loaded_tokens
 from stemserve.kernels.layout import Int32
 
 SEEN_SHIFT = 16  # of a mask word: tokens seen
@@ -77,7 +77,22 @@ def _tails(host: HostTables, tokens: Int32) -> _Tails:
     run_page = np.zeros(layout.num_nodes, np.int32)
     run_page[streams.run_node] = streams.run_page
     seen = np.clip(tokens[:, growing[owner]] - page * size, 0, size)
-    return _Tails(at=run_page[leaf[owner]] + page, seen=seen.astype(np.int32))
+    number = layout.node_pages[layout.node_page_indptr[leaf[owner]] + page]
+    at = _places(streams.words, run_page[leaf[owner]] + page, number)
+    return _Tails(at=at, seen=seen.astype(np.int32))
+
+
+def _places(words: Int32, expected: NDArray[np.intp], number: Int32) -> NDArray[np.intp]:
+    """Where the pages are in the streams; with fixed splits not all of a leaf lie together."""
+    wrong = words[expected] & PAGE_MASK != number
+    if not wrong.any():
+        return expected
+    read = np.flatnonzero(loaded_tokens(words))
+    read = read[np.argsort(words[read] & PAGE_MASK, kind="stable")]
+    found = (words[read] & PAGE_MASK).searchsorted(number[wrong])
+    places = expected.copy()
+    places[wrong] = read[found]
+    return places
 
 
 def _copies(

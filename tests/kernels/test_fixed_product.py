@@ -1,12 +1,12 @@
 """Matrix products with one order of sums; in Triton's interpreter where there is no GPU."""
 
-import numpy as np
 import pytest
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 pytest.importorskip("triton")
+
+from tests.kernels.row_products import alike_rows
 
 from stemserve.kernels.fixed.fixed_product import (
     FEW_OUTPUTS,
@@ -18,22 +18,11 @@ from stemserve.kernels.fixed.fixed_product import (
     product_tile,
 )
 
+__all__ = ["alike_rows"]
+
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-Floats = NDArray[np.float32]
 # Qwen3-0.6B and 4B: [outputs, width] of each product of a layer.
 SHAPES = [(4096, 1024), (1024, 2048), (6144, 1024), (1024, 3072), (6144, 2560), (2560, 9728)]
-
-
-@pytest.fixture(autouse=True)
-def rows_of_a_product_are_alike(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A BLAS rounds a row by its place among the others; a GPU's tensor cores do not."""
-
-    def matmul(a: Floats, b: Floats, dtype: type[np.float32]) -> Floats:
-        product: Floats = np.einsum("ik,kj->ij", a.astype(dtype), b.astype(dtype))
-        return product
-
-    if DEVICE.type == "cpu":
-        monkeypatch.setattr(np, "matmul", matmul)
 
 
 def random(*size: int, dtype: torch.dtype, seed: int) -> Tensor:

@@ -22,6 +22,8 @@ from stemserve.worker.models.errors import ModelError
 from stemserve.worker.models.layer_ops import Gathered, Likeliest
 from stemserve.worker.models.triton_ops import TritonOps
 
+LOGIT_ROWS = 256  # in memory at once
+
 
 class FixedTritonOps(TritonOps):
     def linear(self, weight: Tensor, bias: Tensor | None = None) -> "FixedLinear":
@@ -48,6 +50,8 @@ class FixedLinear:
 class FixedLmHead:
     """Logits are float32 sums, not rounded in between."""
 
+    most_rows = 1 << 20  # that are gathered at once: no logits are kept
+
     def __init__(self, weight: Tensor) -> None:
         self._weight = weight  # [vocab, hidden]
         self._tile = FLOAT32 if weight.dtype == torch.float32 else MANY_ROWS
@@ -59,8 +63,12 @@ class FixedLmHead:
     def likeliest(self, hidden: Tensor) -> Likeliest:
         """As it is drawn beside samples that are not greedy."""
         slots = torch.zeros(len(hidden), dtype=torch.int64, device=hidden.device)
-        drawn = draw_tokens(self.logits(hidden), self._greedy, slots, slots)
-        return Likeliest(drawn.tokens, drawn.logprobs)
+        drawn = [
+            draw_tokens(self.logits(rows), self._greedy, zeros, zeros)
+            for rows, zeros in zip(hidden.split(LOGIT_ROWS), slots.split(LOGIT_ROWS), strict=True)
+        ]
+        tokens, logprobs, _ = (torch.cat(of_parts) for of_parts in zip(*drawn, strict=True))
+        return Likeliest(tokens, logprobs)
 
     def gather(
         self,
@@ -73,6 +81,9 @@ class FixedLmHead:
             failed = ~found.logprobs.isfinite()
             return Gathered(found.logprobs[:0], found.tokens, found.logprobs, failed)
         at = index_tensor(np.stack((rows, tokens)), hidden.device)
-        chosen = chosen_logprobs(hidden, self._weight, at[0], at[1], self._tile)
+        return self.gather_at(hidden, at[0], at[1])
+
+    def gather_at(self, hidden: Tensor, rows: Tensor, tokens: Tensor) -> Gathered:
+        chosen = chosen_logprobs(hidden, self._weight, rows, tokens, self._tile)
         failed = ~chosen.lse.isfinite()
         return Gathered(chosen.logprobs, chosen.argmax, chosen.likeliest, failed)

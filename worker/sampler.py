@@ -97,14 +97,14 @@ class Sampler:
     def takes_likeliest(self, samples: Samples) -> NDArray[np.bool_]:  # [samples]
         """Which samples are the most likely token, whatever the logits of the others."""
         is_greedy = self._params["temperature"][samples.slots] <= GREEDY_TEMPERATURE
-        likeliest: NDArray[np.bool_] = self.is_plain(samples) & is_greedy
-        return likeliest
+        return self.is_plain(samples) & is_greedy
 
     def is_plain(self, samples: Samples) -> NDArray[np.bool_]:  # [samples]
         """Which samples the tables of the slots say all about."""
         slots, index = samples.slots, samples.index
         self._refuse_unknown(slots[~self._is_known[slots]])
-        return (self._top_logprobs[slots] == 0) & ~self._edits.any(slots, index)
+        plain: NDArray[np.bool_] = (self._top_logprobs[slots] == 0) & ~self._edits.any(slots, index)
+        return plain
 
     def drew(self, slots: Int32) -> None:
         """The device put tokens into the slots."""

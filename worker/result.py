@@ -5,13 +5,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
 from stemserve.kernels.layout import Int32
 from stemserve.proto.v1 import worker_pb2
 from stemserve.worker.attention import PlannedGroup
 from stemserve.worker.blobs import encode_float32, encode_int32
+from stemserve.worker.device_clock import DeviceSpan
 from stemserve.worker.dispatch import KERNEL_CODES
 from stemserve.worker.sampler import Drawn
 from stemserve.worker.scorer import Readout, Scores
@@ -53,7 +53,7 @@ class LaunchedStep:
     step: Step
     ran: Sequence[RanStep]  # [step.repeat] in the order in which they run
     started: float  # time.perf_counter
-    done: torch.cuda.Event | None  # None: the device was the CPU, and all is done
+    span: DeviceSpan | None  # None: the device was the CPU, and all is done
 
     @property
     def step_id(self) -> int:
@@ -61,8 +61,8 @@ class LaunchedStep:
 
     def result(self) -> worker_pb2.StepResult:
         """Waits for the device."""
-        if self.done is not None:
-            self.done.synchronize()
+        if self.span is not None:
+            self.span.wait()
         first = self.ran[0].scores  # a burst has nothing but draws
         reports = [_group_report(group) for ran in self.ran for group in ran.groups]
         result = worker_pb2.StepResult(
@@ -73,6 +73,9 @@ class LaunchedStep:
             groups=reports if len(self.ran) == 1 else _added_up(reports),
             step_seconds=time.perf_counter() - self.started,
         )
+        if self.span is not None:
+            result.device_seconds = self.span.seconds
+            result.device_idle_seconds = self.span.idle_seconds
         samples = len(self.step.samples.rows)
         draws = [
             (sub_step * samples + some, drawn)

@@ -9,6 +9,7 @@ import torch
 
 from stemserve.proto.v1 import worker_pb2
 from stemserve.worker.attention import PlannedGroup, StepAttention
+from stemserve.worker.device_clock import DeviceClock
 from stemserve.worker.dispatch import KERNEL_CODES, Choice, Dispatcher
 from stemserve.worker.forward import Forward
 from stemserve.worker.kv_pool import KvPool
@@ -49,11 +50,16 @@ class ModelRunner:
         self._scorer = scorer
         self._limits = limits
         self._decoder = decoder  # None: every step runs as any other
+        self._clock = DeviceClock()
         self._steps = 0
 
     @property
     def uses_gpu(self) -> bool:
         return self._pool.device.type == "cuda"
+
+    @property
+    def num_classes(self) -> int:
+        return self._limits.classes
 
     def step(self, plan: worker_pb2.StepPlan) -> worker_pb2.StepResult:
         return self.launch(plan).result()
@@ -76,8 +82,10 @@ class ModelRunner:
             run = partial(self._run_each, first=self._attention(step.at(0)))
         self._pool.copy(step.copies)
         self._sampler.admit(step.samplers)
+        began = self._clock.begin() if self.uses_gpu else None
         ran = run(step)
-        return LaunchedStep(step=step, ran=ran, started=started, done=self._record_event())
+        span = None if began is None else self._clock.end(began)
+        return LaunchedStep(step=step, ran=ran, started=started, span=span)
 
     def predict(self, plan: worker_pb2.StepPlan) -> worker_pb2.PredictResponse:
         """Safe beside a running step: it changes nothing but the dispatcher's memory of choices."""
@@ -114,13 +122,6 @@ class ModelRunner:
 
     def _is_timed(self) -> bool:
         return not self.uses_gpu or self._steps % TIMED_EVERY == 0
-
-    def _record_event(self) -> torch.cuda.Event | None:
-        if not self.uses_gpu:
-            return None
-        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        event.record()
-        return event
 
     def _cost(self, planned: PlannedGroup) -> GroupCost:
         work = planned.work

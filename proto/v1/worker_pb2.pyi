@@ -372,6 +372,8 @@ class StepResult(google.protobuf.message.Message):
     ERROR_FIELD_NUMBER: builtins.int
     STARVED_ROWS_FIELD_NUMBER: builtins.int
     MEMORY_SHORTAGES_FIELD_NUMBER: builtins.int
+    DEVICE_SECONDS_FIELD_NUMBER: builtins.int
+    DEVICE_IDLE_SECONDS_FIELD_NUMBER: builtins.int
     step_id: builtins.int
     sampled_tokens: builtins.bytes
     """[repeat, samples]"""
@@ -399,6 +401,11 @@ class StepResult(google.protobuf.message.Message):
     """
     memory_shortages: builtins.int
     """How often memory ran out; the step was then run in parts. A smaller step would have been faster."""
+    device_seconds: builtins.float
+    """On a GPU: from the step's first work to its last, and how long the device had nothing to do before it
+    since the step before.
+    """
+    device_idle_seconds: builtins.float
     @property
     def groups(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___GroupReport]: ...
     def __init__(
@@ -419,8 +426,10 @@ class StepResult(google.protobuf.message.Message):
         error: builtins.str = ...,
         starved_rows: builtins.bytes = ...,
         memory_shortages: builtins.int = ...,
+        device_seconds: builtins.float = ...,
+        device_idle_seconds: builtins.float = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["class_scores", b"class_scores", "error", b"error", "failed_rows", b"failed_rows", "gather_argmax", b"gather_argmax", "gather_logprobs", b"gather_logprobs", "groups", b"groups", "memory_shortages", b"memory_shortages", "sampled_logprobs", b"sampled_logprobs", "sampled_tokens", b"sampled_tokens", "starved_rows", b"starved_rows", "step_id", b"step_id", "step_seconds", b"step_seconds", "top_ids", b"top_ids", "top_indptr", b"top_indptr", "top_logprobs", b"top_logprobs"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["class_scores", b"class_scores", "device_idle_seconds", b"device_idle_seconds", "device_seconds", b"device_seconds", "error", b"error", "failed_rows", b"failed_rows", "gather_argmax", b"gather_argmax", "gather_logprobs", b"gather_logprobs", "groups", b"groups", "memory_shortages", b"memory_shortages", "sampled_logprobs", b"sampled_logprobs", "sampled_tokens", b"sampled_tokens", "starved_rows", b"starved_rows", "step_id", b"step_id", "step_seconds", b"step_seconds", "top_ids", b"top_ids", "top_indptr", b"top_indptr", "top_logprobs", b"top_logprobs"]) -> None: ...
 
 Global___StepResult: typing_extensions.TypeAlias = StepResult
 

@@ -104,6 +104,8 @@ class Metrics:
         if rows:
             phase = next(iter(rows)) if len(rows) == 1 else "mixed"
             self._step.labels(phase).observe(result.step_seconds)
+            self._device_busy.labels(phase).inc(result.device_seconds)
+            self._device_idle.labels(phase).inc(result.device_idle_seconds)
         self.observe_load(load)
 
     def observe_load(self, load: Load) -> None:
@@ -223,6 +225,14 @@ class Metrics:
         )
         self._step = self._histogram(
             "step_seconds", "engine step", STEP, phase=("prefill", "decode", "mixed")
+        )
+        phases = ("prefill", "decode", "mixed")
+        self._device_busy = self._counter(
+            "device_busy_seconds", "a GPU's time in steps, from first work to last", phase=phases
+        )
+        # Before a decode step some request waits for it; before others nobody may have.
+        self._device_idle = self._counter(
+            "device_idle_seconds", "a GPU's time between the step before and this", phase=phases
         )
         self._batch_rows = self._histogram(
             "batch_rows", "rows per step", COUNT, phase=("prefill", "decode")

@@ -1,6 +1,9 @@
 """With --deterministic an answer is the same, bit for bit, whatever else a server does."""
 
-from collections.abc import Iterator, Sequence
+import asyncio
+import subprocess
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -8,16 +11,19 @@ from tests.e2e.engine_rig import EngineRig, Generated
 from tests.e2e.generate_cases import generation
 from tests.e2e.random_models import MakeRig, RandomModel, RandomModels, random_tokens
 from tests.e2e.score_cases import ScoreCase
+from tests.e2e.served import generate_to_the_end
 
 from stemserve.proto.v1 import inference_pb2
+from stemserve.service.client import Client
 
+StartServer = Callable[..., tuple["subprocess.Popen[str]", dict[str, int]]]
 SAMPLED = inference_pb2.SamplingParams(temperature=0.8, top_p=0.9, top_k=40, seed=5)
 SHORT_STEPS = 37  # rows; all longer contexts and calls run in chunks
 
 
 @pytest.fixture(scope="module")
 def fixed_models(tmp_path_factory: pytest.TempPathFactory) -> RandomModels:
-    return RandomModels(tmp_path_factory, flags=["--deterministic"])
+    return RandomModels(tmp_path_factory, flags=["--deterministic", "--max-burst-steps", "4"])
 
 
 @pytest.fixture(params=["Llama", "Qwen3"])
@@ -98,17 +104,14 @@ async def test_scores_do_not_depend_on_which_part_of_a_context_is_cached(
 ) -> None:
     case = random_case(rng)
     expected = bits(await rig.score(case.request))
-    for _ in range(6):  # contexts that need nearly all pages
-        await rig.score(ScoreCase(contexts=[random_tokens(rng, 1300)], items=[[1]]).request)
-    evicted = await rig.score(case.request)
-    assert evicted.usage.cached_tokens < 200
-    assert bits(evicted) == expected
-    for cached in (16, 33, 150):
-        for _ in range(6):
-            await rig.score(ScoreCase(contexts=[random_tokens(rng, 1300)], items=[[1]]).request)
+    for cached in (0, 16, 33, 150):
+        # A context that needs all pages but a few.
+        await rig.score(ScoreCase(contexts=[random_tokens(rng, 1400)], items=[[1]]).request)
         fork = [*case.contexts[0][:cached], *random_tokens(rng, 40)]
         await rig.score(ScoreCase(contexts=[fork], items=[[2, 3]]).request)
-        assert bits(await rig.score(case.request)) == expected
+        partly = await rig.score(case.request)
+        assert bits(partly) == expected
+        assert cached - 16 < partly.usage.cached_tokens < len(case.contexts[0]) - 40
 
 
 async def test_an_item_has_the_bits_of_the_same_tokens_in_a_context(
@@ -134,6 +137,7 @@ async def test_generations_do_not_depend_on_neighbours_or_on_what_is_cached(
     score = random_case(rng).request
     talks = [generation(random_tokens(rng, 50), max_new_tokens=30, n=3, sampling=SAMPLED)]
     beside, *_ = await rig.run(request, score, *talks)
+    assert any(plan.repeat > 1 for plan in rig.engine.plans)
     for other in (again, beside):
         assert isinstance(other, Generated)
         assert other.tokens == alone.tokens
@@ -164,3 +168,27 @@ async def test_a_forced_kernel_is_counted_as_a_fallback(
 def test_the_worker_says_so(model: RandomModel, models: RandomModels) -> None:
     assert model.worker.facts.deterministic
     assert not models.lm("Llama").worker.facts.deterministic
+
+
+async def test_a_server_of_the_default_model_keeps_its_bits(
+    start_server: StartServer, default_model_path: Path
+) -> None:
+    """Through real processes: first alone and cold, then warm beside others."""
+    words = ("--model", default_model_path, "--deterministic", "--threads", 1)
+    _, ports = start_server(*words, "--kv-pages", 200, "--max-step-tokens", 61)
+    items = [" light", " water and air", " the sun"]
+    mode = inference_pb2.LogLikelihood(token_logprobs=True)
+    query = "Plants make their food from"
+    async with Client(f"127.0.0.1:{ports['rpc']}", timeout_s=120.0) as client:
+        assert (await client.model()).deterministic
+        cold = await client.score(items, mode, query=query)
+        warm, *_ = await asyncio.gather(
+            client.score(items, mode, query=query),
+            client.score(items[:2], mode, query="Quite another text, which is a bit longer than"),
+            generate_to_the_end(client, tokens=8, n=3),
+        )
+    for first, second in zip(cold.token_logprobs, warm.token_logprobs, strict=True):
+        assert np.array_equal(first, second)
+    assert np.array_equal(cold.scores, warm.scores)
+    assert np.isfinite(cold.scores).all()
+    assert warm.usage.cached_tokens > cold.usage.cached_tokens

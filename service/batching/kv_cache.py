@@ -34,8 +34,15 @@ class KvCache:
         """Pages of the caller's own; evicts what was not used for longest. None: no room now."""
         if count > self.available_pages:
             return None
-        self.tree.evict(count - self.allocator.num_free)
+        if count > self.allocator.num_free:
+            self.tree.evict(count - self.allocator.num_free)
         return self.allocator.allocate(count, after=after)
+
+    def clear(self) -> int:
+        """Free all that is cached and in nobody's use; returns how many pages."""
+        freed = self.tree.num_unreferenced
+        self.tree.evict(freed)
+        return freed
 
     def missing_pages(self, tokens: Int32, realm: Realm) -> int:
         """How much fewer pages are available once a prompt is held."""

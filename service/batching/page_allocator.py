@@ -34,6 +34,8 @@ class PageAllocator:
             return np.empty(0, np.int32)
         if count > self._num_free:
             raise RuntimeError(f"{count} pages asked of {self._num_free} free ones")
+        if count == 1:
+            return np.array([self._take_one(after)], np.int32)
         pages = self._following(count, after)
         if pages is None:
             pages = self._lowest_run(count)
@@ -51,6 +53,15 @@ class PageAllocator:
         self._num_free += len(at)
         self._lowest = min(self._lowest, int(at.min()))
 
+    def _take_one(self, after: int) -> int:
+        page = after + 1
+        if after < 0 or page >= len(self._is_free) or not self._is_free[page]:
+            self._lowest += int(self._is_free[self._lowest :].argmax())
+            page = self._lowest
+        self._is_free[page] = False
+        self._num_free -= 1
+        return page
+
     def _following(self, count: int, after: int) -> Int32 | None:
         run = self._is_free[after + 1 : after + 1 + count]
         if after < 0 or len(run) < count or not run.all():
@@ -59,8 +70,6 @@ class PageAllocator:
 
     def _lowest_run(self, count: int) -> Int32:
         self._lowest += int(self._is_free[self._lowest :].argmax())
-        if count == 1:
-            return np.array([self._lowest], np.int32)
         run = self._run_before(self._lowest + NEAR * count, count)
         if run is None:
             run = self._run_before(self.num_pages, count)

@@ -1,7 +1,7 @@
 """One sample of a Generate job: its tokens, and the pages it writes them to."""
 
 from dataclasses import dataclass, field
-from itertools import islice
+from itertools import repeat
 from typing import NamedTuple
 
 import numpy as np
@@ -12,8 +12,6 @@ from stemserve.service.batching.prefix_tree import PageNode
 from stemserve.service.batching.sequence import Branch
 from stemserve.service.batching.step_outputs import Drawn
 from stemserve.service.request import GenerateJob, Int32, SamplerSpec, SampleToken, StopCause
-
-NO_TOPS: tuple[tuple[int, ...], tuple[float, ...]] = ((), ())
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -41,21 +39,26 @@ class Sample:
     def take(self, draw: "Draw", drawn: Drawn, job: GenerateJob, news: list[SampleToken]) -> bool:
         """Add the tokens of a draw, up to the sample's last, to `news` too. False: there is one
         that could not be drawn."""
-        pairs = zip(drawn.tokens[draw.at], drawn.logprobs[draw.at], strict=True)
-        for sub_step, (token, logprob) in enumerate(islice(pairs, draw.steps)):
-            if drawn.any_failed and drawn.failed(draw.at, sub_step):
-                return False
-            self.tokens.append(token)
-            finish = None
-            if token in job.stop_ids:
-                finish = StopCause.STOP_ID
-            elif len(self.tokens) == job.max_new_tokens:
-                finish = StopCause.LENGTH
-            tops = drawn.tops(draw.at, sub_step) if drawn.has_tops else NO_TOPS
-            news.append(SampleToken(self.index, token, logprob, *tops, finish))
-            if finish is not None:
-                self.has_ended = True
-                break
+        good = drawn.good_steps(draw.at, draw.steps)
+        ids, finish = drawn.tokens[draw.at][:good], None
+        if not job.stop_ids.isdisjoint(ids):
+            ids = ids[: next(n for n, token in enumerate(ids, 1) if token in job.stop_ids)]
+            finish = StopCause.STOP_ID
+        elif len(self.tokens) + good == job.max_new_tokens:
+            finish = StopCause.LENGTH
+        self.tokens += ids
+        if drawn.has_tops:
+            tops = [drawn.tops(draw.at, number) for number in range(len(ids))]
+            news += [
+                SampleToken(self.index, token, logprob, *top)
+                for token, logprob, top in zip(ids, drawn.logprobs[draw.at], tops, strict=False)
+            ]
+        else:
+            news += map(SampleToken, repeat(self.index), ids, drawn.logprobs[draw.at])
+        if finish is None:
+            return good == draw.steps
+        news[-1] = news[-1]._replace(finish=finish)
+        self.has_ended = True
         return True
 
     def sequence(self, prompt: Int32) -> Int32:

@@ -42,13 +42,12 @@ class Drawn:
             is_failed = _are_in(issued.sample_rows, unpack_int32(result.failed_rows))
             self._failed.update(np.flatnonzero(is_failed).tolist())
 
-    @property
-    def any_failed(self) -> bool:
-        return bool(self._failed)
-
-    def failed(self, sample: int, sub_step: int) -> bool:
-        """The logits were not finite."""
-        return sub_step * len(self.tokens) + sample in self._failed
+    def good_steps(self, sample: int, steps: int) -> int:
+        """How many of the sample's draws come before one whose logits were not finite."""
+        if not self._failed:
+            return steps
+        draws = range(sample, sample + steps * len(self.tokens), len(self.tokens))
+        return next((n for n, at in enumerate(draws) if at in self._failed), steps)
 
     def tops(self, sample: int, sub_step: int) -> tuple[tuple[int, ...], tuple[float, ...]]:
         """The most likely tokens and their log-probabilities."""

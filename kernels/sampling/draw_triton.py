@@ -36,7 +36,7 @@ from stemserve.kernels.sampling.tile_triton import (
 def block_kernel(
     logits: tl.tensor,  # [rows, vocab] float32, a row every stride numbers
     slots: tl.tensor,  # [rows] int64
-    params: tl.tensor,  # [slots + 1, WORDS] int64
+    table: tl.tensor,  # [slots + 1, WORDS] int64
     tops: tl.tensor,  # [rows, blocks] float32: the largest logit of the block
     totals: tl.tensor,  # [rows, blocks] float32: sum of exp(logit - top)
     masses: tl.tensor,  # [rows, blocks] float32: the same at the slot's temperature
@@ -57,7 +57,7 @@ def block_kernel(
     place = row * blocks + block
     tl.store(tops + place, top, block < blocks)
     tl.store(totals + place, tl.sum(tl.exp2(x * LOG2E), 1), block < blocks)
-    temperature, _, _, _, _ = slot_params(params, tl.load(slots + row))
+    temperature, _, _, _, _ = slot_params(table, tl.load(slots + row))
     if temperature > GREEDY:
         mass = tl.sum(tl.exp2(x * scale_of(temperature)), 1)
         tl.store(masses + place, mass, block < blocks)
@@ -169,7 +169,7 @@ def row_kernel(
     logits: tl.tensor,  # [rows, vocab] float32, a row every stride numbers
     slots: tl.tensor,  # [rows] int64
     index: tl.tensor,  # [rows] int64
-    params: tl.tensor,  # [slots + 1, WORDS] int64
+    table: tl.tensor,  # [slots + 1, WORDS] int64
     last_token: tl.tensor,  # [slots + 1] int64
     tops: tl.tensor,  # [rows, blocks], as above
     totals: tl.tensor,
@@ -189,7 +189,7 @@ def row_kernel(
 ) -> None:
     row = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots + row)
-    temperature, top_k, top_p, min_p, seed = slot_params(params, slot)
+    temperature, top_k, top_p, min_p, seed = slot_params(table, slot)
     line = logits + row * stride
     top, highest, whole = row_summary(tops, totals, row, blocks, PAD)
     token = tl.full([], -1, tl.int32)

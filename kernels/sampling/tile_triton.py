@@ -17,9 +17,9 @@ WORDS = tl.constexpr(4)
 
 
 @triton.jit
-def slot_params(params: tl.tensor, slot: tl.tensor):
+def slot_params(table: tl.tensor, slot: tl.tensor):
     """Temperature, top_k, top_p, min_p and seed; see SLOT."""
-    place = params + slot * WORDS
+    place = table + slot * WORDS
     first = tl.load(place)
     temperature = (first & 0xFFFFFFFF).to(tl.int32).to(tl.float32, bitcast=True)
     top_k = (first >> 32).to(tl.int32)

@@ -195,7 +195,7 @@ def wide_kernel(
     logits: tl.tensor,  # [rows, vocab] float32, a row every stride numbers
     slots: tl.tensor,  # [rows] int64
     index: tl.tensor,  # [rows] int64
-    params: tl.tensor,  # [slots + 1, WORDS] int64
+    table: tl.tensor,  # [slots + 1, WORDS] int64
     last_token: tl.tensor,  # [slots + 1] int64
     tops: tl.tensor,  # [rows, blocks], of block_kernel
     totals: tl.tensor,
@@ -218,7 +218,7 @@ def wide_kernel(
     row = tl.program_id(0).to(tl.int64)
     if tl.load(is_wide + row) != 0:
         slot = tl.load(slots + row)
-        temperature, top_k, top_p, min_p, seed = slot_params(params, slot)
+        temperature, top_k, top_p, min_p, seed = slot_params(table, slot)
         line = logits + row * stride
         scale = scale_of(temperature)
         top, highest, whole = row_summary(tops, totals, row, blocks, PAD)

@@ -18,14 +18,17 @@ from prometheus_client import CollectorRegistry
 import stemserve
 from stemserve.service.batching.admission import TenantShare
 from stemserve.service.batching.batcher import Batcher, BatcherLimits
+from stemserve.service.calls.admin_servicer import AdminServicer
 from stemserve.service.calls.services import SERVICES, Services
 from stemserve.service.config import ServerConfig, ServiceConfig
 from stemserve.service.metrics import Metrics
 from stemserve.service.request import WorkerFacts
+from stemserve.service.serving.admin_port import admin_port
 from stemserve.service.serving.authentication import authentication
 from stemserve.service.serving.call_gate import CallGate
 from stemserve.service.serving.call_status import CallStatus
 from stemserve.service.serving.health import Health
+from stemserve.service.serving.heap import keep_freed_memory
 from stemserve.service.serving.metrics_port import metrics_port
 from stemserve.service.serving.server import BoundPorts, Servers
 from stemserve.service.serving.stop_signals import Stopped, StopSignals
@@ -60,6 +63,7 @@ class Ready:
     facts: WorkerFacts
     ports: BoundPorts
     metrics_port: int
+    admin_port: int | None
 
 
 class _Core:
@@ -71,6 +75,7 @@ class _Core:
             max_queued_requests=config.limits.max_queued_requests,
             max_queued_tokens=config.limits.max_queued_tokens,
             max_queued_s=config.limits.max_queued_ms / 1e3,
+            max_burst_s=config.worker.max_burst_ms / 1e3,
             tenants={
                 name: TenantShare(
                     weight=tenant.weight,
@@ -110,6 +115,7 @@ def run(
     """Returns after a drain. Raises ConfigError, PortInUse, or WorkerUnreachable."""
     # The step loop's thread must not wait 5 ms (the default) for a busy RPC loop.
     sys.setswitchinterval(SWITCH_INTERVAL_S)
+    keep_freed_memory()
     with suppress(Stopped):
         uvloop.run(serve(config, model, tokenizer, announce=announce))
 
@@ -122,12 +128,13 @@ async def serve(
     gate = CallGate(max_calls=config.limits.max_concurrent_calls, weights=weights)
     async with AsyncExitStack() as stack:
         signals = await stack.enter_async_context(StopSignals.watched(core.supervisor.kill))
+        call_status = CallStatus(core.metrics, default_deadline_s=config.server.default_deadline_s)
         servers = Servers(
             config.server,
             limits=config.limits,
             health=core.health,
             interceptors=[
-                CallStatus(core.metrics, default_deadline_s=config.server.default_deadline_s),
+                call_status,
                 *authentication(config.auth, config.tenants, core.metrics),
                 gate,
             ],
@@ -150,11 +157,19 @@ async def serve(
             metrics=core.metrics,
         )
         services.add_to(servers.rpc)
+        admin = await stack.enter_async_context(
+            admin_port(
+                config.server,
+                AdminServicer(core.engine, drain=signals.ask).add_to,
+                limits=config.limits,
+                interceptors=[call_status],
+            )
+        )
         gate.open()
         core.health.open()
         gc.collect()
         gc.freeze()  # what lives now lives for ever: no collection need look at it again
-        announce(Ready(facts=facts, ports=servers.ports, metrics_port=port))
+        announce(Ready(facts=facts, ports=servers.ports, metrics_port=port, admin_port=admin))
         keeping = asyncio.create_task(services.keeper.keep())
         stack.callback(keeping.cancel)
         await _until_drained(core, signals, gate, config.server)

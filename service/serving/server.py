@@ -55,8 +55,8 @@ class Servers:
             server.add_generic_rpc_handlers((health.handler(),))
         self.ports = BoundPorts(
             host=config.host,
-            port=_bind(self.rpc, config.host, config.port, "--port", credentials),
-            health_port=_bind(self._health, config.host, config.health_port, "--health-port"),
+            port=bind(self.rpc, config.host, config.port, "--port", credentials),
+            health_port=bind(self._health, config.host, config.health_port, "--health-port"),
         )
 
     def reflect(self, services: Sequence[str]) -> None:
@@ -110,13 +110,14 @@ def _milliseconds(seconds: float) -> int:
     return round(seconds * 1000)
 
 
-def _bind(
+def bind(
     server: grpc.aio.Server,
     host: str,
     port: int,
     option: str,
     credentials: grpc.ServerCredentials | None = None,
 ) -> int:
+    """The port. Raises PortInUse, which names the option."""
     address = f"{host}:{port}"
     try:
         _check_free(host, port)

@@ -142,6 +142,9 @@ class ThreadedEngine:
     async def unpin(self, key: str) -> None:
         await self._ask(lambda batcher: batcher.unpin(key))
 
+    async def clear_cache(self) -> int:
+        return await self._ask(lambda batcher: batcher.clear_cache())
+
     async def resident_tokens(self, tokens: Int32, realm: Realm) -> int:
         return await self._ask(lambda batcher: batcher.resident_tokens(tokens, realm))
 

@@ -14,7 +14,9 @@ from tests.e2e.engine_rig import EngineRig
 from tests.e2e.random_models import MakeRig, RandomModel, RandomModels
 from tests.service.serving import byte_tokenizer
 
-READY = re.compile(r"stemserve is ready: .*gRPC [^:]+:(\d+), health (\d+), metrics (\d+)")
+READY = re.compile(
+    r"stemserve is ready: .*gRPC [^:]+:(\d+), health (\d+), metrics (\d+)(?:, admin (\d+))?"
+)
 FREE_PORTS = ("--port", "0", "--health-port", "0", "--metrics-port", "0")
 STEMSERVE = (sys.executable, "-c", "from stemserve.service.cli import main; main()")
 
@@ -38,7 +40,7 @@ def start_server(
 ) -> Iterator[Callable[..., Started]]:
     """Starts servers that end with the module: options in; the process and its ports out.
 
-    Ports are named rpc, health and metrics.
+    Ports are named rpc, health, metrics, and admin where there is one.
     """
     running: list[subprocess.Popen[str]] = []
 
@@ -56,8 +58,9 @@ def start_server(
         line = server.stdout.readline()
         found = READY.search(line)
         assert found, f"the server said {line!r} and then:\n{log.read_text()}"
-        rpc, health, metrics = map(int, found.groups())
-        return server, {"rpc": rpc, "health": health, "metrics": metrics}
+        names = ("rpc", "health", "metrics", "admin")
+        ports = zip(names, found.groups(), strict=True)
+        return server, {name: int(port) for name, port in ports if port}
 
     yield start
     for server in running:

@@ -149,6 +149,9 @@ class CountingBatcher:
     def unpin(self, key: str) -> None:
         pass
 
+    def clear_cache(self) -> int:
+        raise AssertionError("nobody asked for it")
+
     def _length(self, name: str) -> int:
         found = self.jobs[name]
         assert isinstance(found, GenerateJob)

@@ -11,7 +11,7 @@ RequestError
 ├── QueueFull             retry later
 ├── QuotaExceeded         the tenant is over its share; retry later
 ├── SlowReader            the client takes its stream too slowly
-├── NeverFits             larger than the whole KV pool; retrying cannot help
+├── NeverFits             larger than the KV pool, or than the memory; retrying cannot help
 ├── DeadlinePassed        the deadline passed before the work was done
 ├── NotReady              starting, draining, or the worker was lost; safe to retry
 └── EngineFault           our bug, or logits that are not finite

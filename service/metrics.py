@@ -106,6 +106,8 @@ class Metrics:
             self._step.labels(phase).observe(result.step_seconds)
             self._device_busy.labels(phase).inc(result.device_seconds)
             self._device_idle.labels(phase).inc(result.device_idle_seconds)
+        if result.memory_shortages:
+            self._shortages.inc(result.memory_shortages)
         self.observe_load(load)
 
     def observe_load(self, load: Load) -> None:
@@ -225,6 +227,9 @@ class Metrics:
         )
         self._step = self._histogram(
             "step_seconds", "engine step", STEP, phase=("prefill", "decode", "mixed")
+        )
+        self._shortages = self._counter(
+            "step_memory_shortages", "times that a step, or a part of it, found no memory"
         )
         phases = ("prefill", "decode", "mixed")
         self._device_busy = self._counter(

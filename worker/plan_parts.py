@@ -136,12 +136,12 @@ def _cut_segment(layout: AttentionLayout, segment: int, part: Part) -> Attention
 class WholeResult:
     """Takes the results of a step's parts, in any order."""
 
-    def __init__(self, step: Step) -> None:
+    def __init__(self, step: Step, num_classes: int) -> None:
         samples = step.repeat * len(step.samples.rows)
         self._step = step
         self._logprobs = np.full(len(step.gathers.ids), np.nan, np.float32)
         self._argmax = np.full(len(step.gathers.rows), -1, np.int32)
-        self._scores = np.full((len(step.classify_rows), 0), np.nan, np.float32)
+        self._scores = np.full((len(step.classify_rows), num_classes), np.nan, np.float32)
         self._tokens = np.zeros(samples, np.int32)
         self._token_logprobs = np.full(samples, np.nan, np.float32)
         self._top_ids = [np.empty(0, np.int32)] * samples
@@ -155,11 +155,8 @@ class WholeResult:
         self._logprobs[reads.ids] = decode_float32("", result.gather_logprobs)
         self._argmax[reads.gathers] = decode_int32("", result.gather_argmax)
         if len(reads.classified):
-            scores = decode_float32("", result.class_scores).reshape(len(reads.classified), -1)
-            if not self._scores.shape[1]:
-                shape = (len(step.classify_rows), scores.shape[1])
-                self._scores = np.full(shape, np.nan, np.float32)
-            self._scores[reads.classified] = scores
+            scores = decode_float32("", result.class_scores)
+            self._scores[reads.classified] = scores.reshape(len(reads.classified), -1)
         self._add_samples(reads.samples, result)
         sub_step, row = np.divmod(decode_int32("", result.failed_rows), part.rows)
         self._failed.append(int32(sub_step * step.num_rows + part.start + row))

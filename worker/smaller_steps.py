@@ -27,6 +27,9 @@ class Runner(Protocol):
     @property
     def uses_gpu(self) -> bool: ...
 
+    @property
+    def num_classes(self) -> int: ...
+
     def decode(self, plan: worker_pb2.StepPlan) -> Step:
         """Raises BadPlan."""
         ...
@@ -55,7 +58,7 @@ class DividedStep:
         return self._step.step_id
 
     def result(self) -> worker_pb2.StepResult:
-        whole = WholeResult(self._step)
+        whole = WholeResult(self._step, self._runner.num_classes)
         for part, launched in self._parts:
             whole.add(part, launched.result())
         for part in self._starved:

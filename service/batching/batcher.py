@@ -5,7 +5,7 @@ It is synchronous and deterministic: no thread, no I/O, and the clock is given.
 
 import heapq
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 
 from stemserve.proto.v1 import worker_pb2
@@ -20,13 +20,15 @@ from stemserve.service.batching.job_intake import JobIntake
 from stemserve.service.batching.job_table import JobTable
 from stemserve.service.batching.kv_cache import KvCache
 from stemserve.service.batching.pins import Pins
+from stemserve.service.batching.plan_arrays import unpack_int32
 from stemserve.service.batching.prefix_forest import ForestMemory
 from stemserve.service.batching.sampler_slots import SamplerSlots
+from stemserve.service.batching.step_budget import StepBudget
 from stemserve.service.batching.step_builder import IssuedStep, StepBuilder
 from stemserve.service.batching.step_failure import undo_step
 from stemserve.service.batching.step_outputs import read_outputs
 from stemserve.service.batching.step_planner import StepPlanner
-from stemserve.service.errors import EngineFault, InvalidRequest
+from stemserve.service.errors import EngineFault, InvalidRequest, NeverFits, RequestError
 from stemserve.service.request import (
     Event,
     Int32,
@@ -60,6 +62,7 @@ class Batcher:
         self._issued: deque[IssuedStep] = deque()
         self._deadlines: list[tuple[float, int]] = []  # heap; with the arrival number
         self._burst = BurstSize(facts.max_burst_steps, max_seconds=self._limits.max_burst_s)
+        self._budget = StepBudget(self._limits.max_step_tokens)
         self._forests = ForestMemory(facts.page_size)
         self._planner = StepPlanner(self._jobs, self._limits, self._cache, self._burst)
         self._admission = Admission(
@@ -131,7 +134,10 @@ class Batcher:
         except EngineFault as fault:
             self._fail_step(issued, fault)
         else:
+            self._budget.observe(issued.num_rows, result.memory_shortages)
             self._learn_speed(issued, result.step_seconds)
+            if result.starved_rows:
+                self._fail_starved(issued, unpack_int32(result.starved_rows))
             self._answers.deliver(issued, outputs, result.groups)
         for job in map(self._jobs.by_arrival, issued.shares):
             if job is not None:
@@ -230,7 +236,8 @@ class Batcher:
             step = StepBuilder(
                 self._next_step_id,
                 page_size=self._facts.page_size,
-                max_rows=self._limits.max_step_tokens,
+                max_rows=self._budget.rows,
+                most_rows=self._limits.max_step_tokens,
                 forests=self._forests,
             )
             self._planner.plan(step)
@@ -254,10 +261,30 @@ class Batcher:
             self._burst.observe(issued.num_rows, issued.repeat, seconds, self._clock())
 
     def _fail_step(self, issued: IssuedStep, fault: EngineFault) -> None:
-        for arrival in undo_step(issued, self._issued, self._jobs.by_arrival):
+        self._fail_all_of(undo_step(issued, self._issued, self._jobs.by_arrival), fault)
+
+    def _fail_starved(self, issued: IssuedStep, rows: Int32) -> None:
+        """There was no memory for some rows alone; those that build on them fail too."""
+        starved = issued.jobs_of(rows)
+        lost, rest = (
+            replace(
+                issued,
+                shares={n: share for n, share in issued.shares.items() if (n in starved) is inside},
+            )
+            for inside in (True, False)
+        )
+        doomed = undo_step(lost, [rest, *self._issued], self._jobs.by_arrival)
+        error = NeverFits(
+            f"the worker has no memory for {len(rows)} rows of the step that cannot be divided: "
+            "shorten the items, or start a worker with a smaller KV cache"
+        )
+        self._fail_all_of(doomed, error)
+
+    def _fail_all_of(self, arrivals: Iterable[int], error: RequestError) -> None:
+        for arrival in arrivals:
             job = self._jobs.by_arrival(arrival)
             if job is not None and not job.has_ended:
-                self._answers.fail(job, fault)
+                self._answers.fail(job, error)
         self._recheck()
 
     def _recheck(self) -> None:

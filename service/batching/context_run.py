@@ -121,7 +121,9 @@ class ContextRun:
         if lengths.max(initial=0) > self._options.max_item_rows:
             end = first + int((lengths > self._options.max_item_rows).argmax())
         if end == first:
-            return False
+            if layout.unit_rows[first] > step.room_for_one:
+                return False
+            end = first + 1
         self._unit = end
         first_row, end_row = int(layout.row_indptr[first]), int(layout.row_indptr[end])
         if first_row == end_row:

@@ -63,6 +63,13 @@ class IssuedStep:
     num_gather_ids: int
     classify_rows: Int32
     sample_rows: Int32  # [repeat * samples] counted through all sub-steps
+    span_starts: Int32  # [spans] first row of each run of rows of one job, ascending
+    span_jobs: Int32  # [spans] its arrival number
+
+    def jobs_of(self, rows: Int32) -> set[int]:
+        """Arrival numbers of those whose rows they are."""
+        spans = np.searchsorted(self.span_starts, rows, side="right") - 1
+        return set(self.span_jobs[spans].tolist())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,9 +85,17 @@ class StepBuilder:
     """Jobs add to `rows` and `readouts` one after another, in plan order (`begin`, `end`)."""
 
     def __init__(
-        self, step_id: int, *, page_size: int, max_rows: int, forests: ForestMemory | None = None
+        self,
+        step_id: int,
+        *,
+        page_size: int,
+        max_rows: int,
+        most_rows: int = 0,
+        forests: ForestMemory | None = None,
     ) -> None:
-        """`forests` remembers the forests of the steps before."""
+        """`most_rows`: where that is more than max_rows, a unit that cannot be divided may have it.
+        `forests` remembers the forests of the steps before.
+        """
         self.step_id = step_id
         self.page_size = page_size
         self.rows = StepRows(page_size, forests or ForestMemory(page_size))
@@ -89,7 +104,9 @@ class StepBuilder:
         self.slots_blocked = False  # the same of sampler slots
         self.reserved = 0  # rows that are kept free for short jobs
         self.max_steps = 1  # of a decode row; more than 1: it is a burst
-        self._max_rows = max_rows
+        self.max_rows = max_rows
+        self._most_rows = max(max_rows, most_rows)
+        self._spans: list[tuple[int, int]] = []  # first row and job
         self._share = Share()
         self._shares: dict[int, Share] = {}
         self._before: dict[PageNode, int] = {}  # planned tokens before this step
@@ -98,7 +115,14 @@ class StepBuilder:
 
     @property
     def room(self) -> int:
-        return max(0, self._max_rows - self.rows.num_rows - self.reserved)
+        return max(0, self.max_rows - self.rows.num_rows - self.reserved)
+
+    @property
+    def room_for_one(self) -> int:
+        """Rows that one unit may have, if it cannot be divided: it comes before all others."""
+        if self.rows.num_rows > self.rows.num_decodes:
+            return self.room
+        return max(self.room, self._most_rows - self.rows.num_rows)
 
     def begin(self, arrival: int) -> Share:
         """What is added next belongs to this job."""
@@ -106,6 +130,7 @@ class StepBuilder:
         if share is None:
             share = self._shares[arrival] = Share()
         self._share = share
+        self._spans.append((self.rows.num_rows, arrival))
         return share
 
     def hold(self, node: PageNode) -> None:
@@ -184,6 +209,8 @@ class StepBuilder:
             num_gather_ids=self.readouts.num_gather_ids,
             classify_rows=self.readouts.classify_rows,
             sample_rows=self._sample_rows(),
+            span_starts=np.array([first for first, _ in self._spans], np.int32),
+            span_jobs=np.array([arrival for _, arrival in self._spans], np.int32),
         )
         return plan, issued
 

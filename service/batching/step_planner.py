@@ -113,9 +113,9 @@ class StepPlanner:
             self._make_room(job)
 
     def _plan_decodes(self, step: StepBuilder) -> None:
-        limit = self._limits.max_step_tokens
+        limit = step.max_rows
         if self._others_wait():
-            limit = self._limits.max_decode_rows
+            limit = min(limit, self._limits.max_decode_rows, max(1, limit // 4))
         passed_over: set[int] = set()
         for job in self._decode_order():
             if step.rows.num_rows >= limit:

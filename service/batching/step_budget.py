@@ -1,0 +1,19 @@
+"""How many rows a step may have: fewer after the worker's memory ran out, and slowly more again."""
+
+LEAST_PART = 16  # of the limit: steps do not get smaller than that
+GROWTH_PART = 64  # of what has fitted, after each step that filled its budget
+
+
+class StepBudget:
+    def __init__(self, most: int) -> None:
+        self.rows = most
+        self._most = most
+        self._least = max(1, most // LEAST_PART)
+
+    def observe(self, rows: int, shortages: int) -> None:
+        """A step of some rows was answered; memory ran out so often."""
+        if shortages:
+            # Of the step's rows: two that were in flight at once halve the budget once.
+            self.rows = min(self.rows, max(self._least, rows // 2))
+        elif 2 * rows > self.rows:
+            self.rows = min(self._most, self.rows + max(1, self.rows // GROWTH_PART))

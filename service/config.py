@@ -22,6 +22,7 @@ from stemserve.service.limits import Limits
 
 LOAD_FORMATS = ("auto", "dummy")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
+KV_CACHE_DTYPES = ("auto", "fp8_e4m3")
 DEVICES = ("auto", "cpu", "cuda")
 KERNELS = (
     "naive",
@@ -123,6 +124,8 @@ class WorkerConfig:
     device: str | None = None
     kv_pages: int | None = None
     kv_memory: Bytes | None = None
+    gpu_memory_utilization: float | None = None  # for weights, steps and KV cache together
+    kv_cache_dtype: str | None = None
     page_size: int | None = None
     threads: int | None = None
     max_burst_steps: int | None = None  # decode steps that are sent at once
@@ -138,6 +141,7 @@ class WorkerConfig:
     def __post_init__(self) -> None:
         _check_choice("load_format", self.load_format, LOAD_FORMATS)
         _check_choice("dtype", self.dtype, DTYPES)
+        _check_choice("kv_cache_dtype", self.kv_cache_dtype, KV_CACHE_DTYPES)
         _check_choice("device", self.device, DEVICES)
         _check_choice("kernel", self.kernel, KERNELS)
         counts = {
@@ -154,6 +158,13 @@ class WorkerConfig:
             raise ConfigError(f"max_burst_ms {self.max_burst_ms} must not be negative")
         if self.deterministic and self.kernel is not None:
             raise ConfigError("deterministic has its own attention; give it without kernel")
+        if self.deterministic and self.kv_cache_dtype not in (None, "auto"):
+            raise ConfigError("deterministic needs kv_cache_dtype auto")
+        if self.gpu_memory_utilization is not None and not 0 < self.gpu_memory_utilization <= 1:
+            raise ConfigError(
+                f"gpu_memory_utilization {self.gpu_memory_utilization} is not more than 0 and at "
+                "most 1"
+            )
         if self.kv_pages is not None and self.kv_memory is not None:
             raise ConfigError("give kv_pages or kv_memory, not both")
         self._check_tls()
@@ -184,6 +195,8 @@ class WorkerConfig:
             "--device": self.device,
             "--kv-pages": self.kv_pages,
             "--kv-memory-bytes": self.kv_memory,
+            "--gpu-memory-utilization": self.gpu_memory_utilization,
+            "--kv-cache-dtype": self.kv_cache_dtype,
             "--page-size": self.page_size,
             "--max-step-tokens": max_step_tokens,
             "--threads": self.threads,

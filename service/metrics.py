@@ -123,7 +123,7 @@ class Metrics:
 
     def describe(self, facts: WorkerFacts, version: str) -> None:
         blocks = (str(facts.page_size), str(facts.kv_pages))
-        self._cache_config.labels(*blocks, facts.dtype).set(1)
+        self._cache_config.labels(*blocks, facts.kv_dtype).set(1)
         self._build.labels(version, "", "", "").set(1)
         self._model.labels(facts.model, "", facts.dtype, "1").set(1)
 

@@ -210,6 +210,7 @@ class WorkerFacts:
     has_lm_head: bool
     class_labels: tuple[str, ...]
     kv_bytes_per_token: int
+    kv_dtype: str = ""  # of the numbers in the pages
     max_burst_steps: int = 1  # decode steps that may be sent at once
     deterministic: bool = False  # results do not depend on what runs beside them, or on the cache
     cost_table_json: str = field(default="", repr=False)

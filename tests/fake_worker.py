@@ -76,6 +76,7 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer):
             model="fake",
             architecture="fake",
             dtype="float32",
+            kv_dtype="float32",
             device="none",
             vocab_size=self._options.vocab_size,
             context_tokens=self._options.context_tokens,

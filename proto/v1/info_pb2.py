@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from stemserve.proto.v1 import inference_pb2 as stemserve_dot_proto_dot_v1_dot_inference__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1dstemserve/proto/v1/info.proto\x12\x0cstemserve.v1\x1a\"stemserve/proto/v1/inference.proto\"\x11\n\x0fGetModelRequest\"\x9e\x02\n\x10GetModelResponse\x12\r\n\x05model\x18\x01 \x01(\t\x12\x14\n\x0c\x61rchitecture\x18\x02 \x01(\t\x12\r\n\x05\x64type\x18\x03 \x01(\t\x12\x0e\n\x06\x64\x65vice\x18\x04 \x01(\t\x12\x12\n\nvocab_size\x18\x05 \x01(\r\x12\x16\n\x0e\x63ontext_tokens\x18\x06 \x01(\r\x12\x0e\n\x06layers\x18\x07 \x01(\r\x12\x13\n\x0bquery_heads\x18\x08 \x01(\r\x12\x10\n\x08kv_heads\x18\t \x01(\r\x12\x10\n\x08head_dim\x18\n \x01(\r\x12\x13\n\x0bhas_lm_head\x18\x0b \x01(\x08\x12\x14\n\x0c\x63lass_labels\x18\x0c \x03(\t\x12\x0f\n\x07version\x18\r \x01(\t\x12\x15\n\rdeterministic\x18\x0e \x01(\x08\"\x12\n\x10GetLimitsRequest\"\xcb\x04\n\x11GetLimitsResponse\x12\x19\n\x11max_message_bytes\x18\x01 \x01(\x04\x12\x14\n\x0cmax_contexts\x18\x02 \x01(\r\x12\x11\n\tmax_items\x18\x03 \x01(\r\x12\x12\n\nmax_labels\x18\x04 \x01(\r\x12\x18\n\x10max_label_tokens\x18\x05 \x01(\r\x12\x1a\n\x12max_request_tokens\x18\x06 \x01(\r\x12\r\n\x05max_n\x18\x07 \x01(\r\x12\x18\n\x10max_stop_strings\x18\x08 \x01(\r\x12\x18\n\x10max_top_logprobs\x18\t \x01(\r\x12\x1b\n\x13max_queued_requests\x18\n \x01(\r\x12\x19\n\x11max_queued_tokens\x18\x0b \x01(\r\x12\x17\n\x0fmax_step_tokens\x18\x0c \x01(\r\x12\x11\n\tpage_size\x18\r \x01(\r\x12\x10\n\x08kv_pages\x18\x0e \x01(\r\x12\x1b\n\x13max_stop_characters\x18\x0f \x01(\r\x12\x1b\n\x13max_text_characters\x18\x10 \x01(\r\x12\x18\n\x10max_stream_calls\x18\x11 \x01(\r\x12\x1a\n\x12max_metadata_bytes\x18\x12 \x01(\r\x12\x1c\n\x14max_concurrent_calls\x18\x13 \x01(\r\x12\x19\n\x11max_unread_tokens\x18\x14 \x01(\r\x12\x14\n\x0cmax_prefixes\x18\x15 \x01(\r\x12\x19\n\x11max_prefix_tokens\x18\x16 \x01(\x04\x12\x15\n\rmax_queued_ms\x18\x17 \x01(\r\"\x10\n\x0eGetLoadRequest\"\xd2\x01\n\x0fGetLoadResponse\x12\x17\n\x0fqueued_requests\x18\x01 \x01(\r\x12\x18\n\x10running_requests\x18\x02 \x01(\r\x12\x15\n\rqueued_tokens\x18\x03 \x01(\x04\x12\x12\n\nfree_pages\x18\x04 \x01(\r\x12\x14\n\x0c\x63\x61\x63hed_pages\x18\x05 \x01(\r\x12\x12\n\nused_pages\x18\x06 \x01(\r\x12\x1b\n\x13registered_prefixes\x18\x07 \x01(\r\x12\x1a\n\x12queued_by_priority\x18\x08 \x03(\r\"{\n\x0e\x45xplainRequest\x12+\n\x05score\x18\x01 \x01(\x0b\x32\x1a.stemserve.v1.ScoreRequestH\x00\x12\x31\n\x08generate\x18\x02 \x01(\x0b\x32\x1d.stemserve.v1.GenerateRequestH\x00\x42\t\n\x07request\"T\n\nForestNode\x12\x0e\n\x06parent\x18\x01 \x01(\x05\x12\x11\n\tkv_tokens\x18\x02 \x01(\r\x12\x15\n\rcached_tokens\x18\x03 \x01(\r\x12\x0c\n\x04rows\x18\x04 \x01(\r\"\xa5\x01\n\x0cStrategyCost\x12$\n\x06kernel\x18\x01 \x01(\x0e\x32\x14.stemserve.v1.Kernel\x12\x19\n\x11predicted_seconds\x18\x02 \x01(\x01\x12\x15\n\rkv_read_bytes\x18\x03 \x01(\x04\x12\x0f\n\x07refusal\x18\x04 \x01(\t\x12\x14\n\x0chost_seconds\x18\x05 \x01(\x01\x12\x16\n\x0e\x64\x65vice_seconds\x18\x06 \x01(\x01\"\xbf\x01\n\x0e\x41ttentionGroup\x12\r\n\x05phase\x18\x01 \x01(\t\x12$\n\x06\x63hosen\x18\x02 \x01(\x0e\x32\x14.stemserve.v1.Kernel\x12\x0e\n\x06reason\x18\x03 \x01(\t\x12\x0c\n\x04rows\x18\x04 \x01(\r\x12\x10\n\x08segments\x18\x05 \x01(\r\x12\x18\n\x10kv_avoided_bytes\x18\x06 \x01(\x04\x12.\n\nstrategies\x18\x07 \x03(\x0b\x32\x1a.stemserve.v1.StrategyCost\"t\n\rExplainedStep\x12\'\n\x05nodes\x18\x01 \x03(\x0b\x32\x18.stemserve.v1.ForestNode\x12,\n\x06groups\x18\x02 \x03(\x0b\x32\x1c.stemserve.v1.AttentionGroup\x12\x0c\n\x04rows\x18\x03 \x01(\r\"m\n\x0f\x45xplainResponse\x12*\n\x05steps\x18\x01 \x03(\x0b\x32\x1b.stemserve.v1.ExplainedStep\x12\x15\n\rcached_tokens\x18\x02 \x01(\x04\x12\x17\n\x0f\x63omputed_tokens\x18\x03 \x01(\x04\x32\xaf\x02\n\x04Info\x12I\n\x08GetModel\x12\x1d.stemserve.v1.GetModelRequest\x1a\x1e.stemserve.v1.GetModelResponse\x12L\n\tGetLimits\x12\x1e.stemserve.v1.GetLimitsRequest\x1a\x1f.stemserve.v1.GetLimitsResponse\x12\x46\n\x07GetLoad\x12\x1c.stemserve.v1.GetLoadRequest\x1a\x1d.stemserve.v1.GetLoadResponse\x12\x46\n\x07\x45xplain\x12\x1c.stemserve.v1.ExplainRequest\x1a\x1d.stemserve.v1.ExplainResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1dstemserve/proto/v1/info.proto\x12\x0cstemserve.v1\x1a\"stemserve/proto/v1/inference.proto\"\x11\n\x0fGetModelRequest\"\xb0\x02\n\x10GetModelResponse\x12\r\n\x05model\x18\x01 \x01(\t\x12\x14\n\x0c\x61rchitecture\x18\x02 \x01(\t\x12\r\n\x05\x64type\x18\x03 \x01(\t\x12\x0e\n\x06\x64\x65vice\x18\x04 \x01(\t\x12\x12\n\nvocab_size\x18\x05 \x01(\r\x12\x16\n\x0e\x63ontext_tokens\x18\x06 \x01(\r\x12\x0e\n\x06layers\x18\x07 \x01(\r\x12\x13\n\x0bquery_heads\x18\x08 \x01(\r\x12\x10\n\x08kv_heads\x18\t \x01(\r\x12\x10\n\x08head_dim\x18\n \x01(\r\x12\x13\n\x0bhas_lm_head\x18\x0b \x01(\x08\x12\x14\n\x0c\x63lass_labels\x18\x0c \x03(\t\x12\x0f\n\x07version\x18\r \x01(\t\x12\x15\n\rdeterministic\x18\x0e \x01(\x08\x12\x10\n\x08kv_dtype\x18\x0f \x01(\t\"\x12\n\x10GetLimitsRequest\"\xcb\x04\n\x11GetLimitsResponse\x12\x19\n\x11max_message_bytes\x18\x01 \x01(\x04\x12\x14\n\x0cmax_contexts\x18\x02 \x01(\r\x12\x11\n\tmax_items\x18\x03 \x01(\r\x12\x12\n\nmax_labels\x18\x04 \x01(\r\x12\x18\n\x10max_label_tokens\x18\x05 \x01(\r\x12\x1a\n\x12max_request_tokens\x18\x06 \x01(\r\x12\r\n\x05max_n\x18\x07 \x01(\r\x12\x18\n\x10max_stop_strings\x18\x08 \x01(\r\x12\x18\n\x10max_top_logprobs\x18\t \x01(\r\x12\x1b\n\x13max_queued_requests\x18\n \x01(\r\x12\x19\n\x11max_queued_tokens\x18\x0b \x01(\r\x12\x17\n\x0fmax_step_tokens\x18\x0c \x01(\r\x12\x11\n\tpage_size\x18\r \x01(\r\x12\x10\n\x08kv_pages\x18\x0e \x01(\r\x12\x1b\n\x13max_stop_characters\x18\x0f \x01(\r\x12\x1b\n\x13max_text_characters\x18\x10 \x01(\r\x12\x18\n\x10max_stream_calls\x18\x11 \x01(\r\x12\x1a\n\x12max_metadata_bytes\x18\x12 \x01(\r\x12\x1c\n\x14max_concurrent_calls\x18\x13 \x01(\r\x12\x19\n\x11max_unread_tokens\x18\x14 \x01(\r\x12\x14\n\x0cmax_prefixes\x18\x15 \x01(\r\x12\x19\n\x11max_prefix_tokens\x18\x16 \x01(\x04\x12\x15\n\rmax_queued_ms\x18\x17 \x01(\r\"\x10\n\x0eGetLoadRequest\"\xd2\x01\n\x0fGetLoadResponse\x12\x17\n\x0fqueued_requests\x18\x01 \x01(\r\x12\x18\n\x10running_requests\x18\x02 \x01(\r\x12\x15\n\rqueued_tokens\x18\x03 \x01(\x04\x12\x12\n\nfree_pages\x18\x04 \x01(\r\x12\x14\n\x0c\x63\x61\x63hed_pages\x18\x05 \x01(\r\x12\x12\n\nused_pages\x18\x06 \x01(\r\x12\x1b\n\x13registered_prefixes\x18\x07 \x01(\r\x12\x1a\n\x12queued_by_priority\x18\x08 \x03(\r\"{\n\x0e\x45xplainRequest\x12+\n\x05score\x18\x01 \x01(\x0b\x32\x1a.stemserve.v1.ScoreRequestH\x00\x12\x31\n\x08generate\x18\x02 \x01(\x0b\x32\x1d.stemserve.v1.GenerateRequestH\x00\x42\t\n\x07request\"T\n\nForestNode\x12\x0e\n\x06parent\x18\x01 \x01(\x05\x12\x11\n\tkv_tokens\x18\x02 \x01(\r\x12\x15\n\rcached_tokens\x18\x03 \x01(\r\x12\x0c\n\x04rows\x18\x04 \x01(\r\"\xa5\x01\n\x0cStrategyCost\x12$\n\x06kernel\x18\x01 \x01(\x0e\x32\x14.stemserve.v1.Kernel\x12\x19\n\x11predicted_seconds\x18\x02 \x01(\x01\x12\x15\n\rkv_read_bytes\x18\x03 \x01(\x04\x12\x0f\n\x07refusal\x18\x04 \x01(\t\x12\x14\n\x0chost_seconds\x18\x05 \x01(\x01\x12\x16\n\x0e\x64\x65vice_seconds\x18\x06 \x01(\x01\"\xbf\x01\n\x0e\x41ttentionGroup\x12\r\n\x05phase\x18\x01 \x01(\t\x12$\n\x06\x63hosen\x18\x02 \x01(\x0e\x32\x14.stemserve.v1.Kernel\x12\x0e\n\x06reason\x18\x03 \x01(\t\x12\x0c\n\x04rows\x18\x04 \x01(\r\x12\x10\n\x08segments\x18\x05 \x01(\r\x12\x18\n\x10kv_avoided_bytes\x18\x06 \x01(\x04\x12.\n\nstrategies\x18\x07 \x03(\x0b\x32\x1a.stemserve.v1.StrategyCost\"t\n\rExplainedStep\x12\'\n\x05nodes\x18\x01 \x03(\x0b\x32\x18.stemserve.v1.ForestNode\x12,\n\x06groups\x18\x02 \x03(\x0b\x32\x1c.stemserve.v1.AttentionGroup\x12\x0c\n\x04rows\x18\x03 \x01(\r\"m\n\x0f\x45xplainResponse\x12*\n\x05steps\x18\x01 \x03(\x0b\x32\x1b.stemserve.v1.ExplainedStep\x12\x15\n\rcached_tokens\x18\x02 \x01(\x04\x12\x17\n\x0f\x63omputed_tokens\x18\x03 \x01(\x04\x32\xaf\x02\n\x04Info\x12I\n\x08GetModel\x12\x1d.stemserve.v1.GetModelRequest\x1a\x1e.stemserve.v1.GetModelResponse\x12L\n\tGetLimits\x12\x1e.stemserve.v1.GetLimitsRequest\x1a\x1f.stemserve.v1.GetLimitsResponse\x12\x46\n\x07GetLoad\x12\x1c.stemserve.v1.GetLoadRequest\x1a\x1d.stemserve.v1.GetLoadResponse\x12\x46\n\x07\x45xplain\x12\x1c.stemserve.v1.ExplainRequest\x1a\x1d.stemserve.v1.ExplainResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -35,27 +35,27 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_GETMODELREQUEST']._serialized_start=83
   _globals['_GETMODELREQUEST']._serialized_end=100
   _globals['_GETMODELRESPONSE']._serialized_start=103
-  _globals['_GETMODELRESPONSE']._serialized_end=389
-  _globals['_GETLIMITSREQUEST']._serialized_start=391
-  _globals['_GETLIMITSREQUEST']._serialized_end=409
-  _globals['_GETLIMITSRESPONSE']._serialized_start=412
-  _globals['_GETLIMITSRESPONSE']._serialized_end=999
-  _globals['_GETLOADREQUEST']._serialized_start=1001
-  _globals['_GETLOADREQUEST']._serialized_end=1017
-  _globals['_GETLOADRESPONSE']._serialized_start=1020
-  _globals['_GETLOADRESPONSE']._serialized_end=1230
-  _globals['_EXPLAINREQUEST']._serialized_start=1232
-  _globals['_EXPLAINREQUEST']._serialized_end=1355
-  _globals['_FORESTNODE']._serialized_start=1357
-  _globals['_FORESTNODE']._serialized_end=1441
-  _globals['_STRATEGYCOST']._serialized_start=1444
-  _globals['_STRATEGYCOST']._serialized_end=1609
-  _globals['_ATTENTIONGROUP']._serialized_start=1612
-  _globals['_ATTENTIONGROUP']._serialized_end=1803
-  _globals['_EXPLAINEDSTEP']._serialized_start=1805
-  _globals['_EXPLAINEDSTEP']._serialized_end=1921
-  _globals['_EXPLAINRESPONSE']._serialized_start=1923
-  _globals['_EXPLAINRESPONSE']._serialized_end=2032
-  _globals['_INFO']._serialized_start=2035
-  _globals['_INFO']._serialized_end=2338
+  _globals['_GETMODELRESPONSE']._serialized_end=407
+  _globals['_GETLIMITSREQUEST']._serialized_start=409
+  _globals['_GETLIMITSREQUEST']._serialized_end=427
+  _globals['_GETLIMITSRESPONSE']._serialized_start=430
+  _globals['_GETLIMITSRESPONSE']._serialized_end=1017
+  _globals['_GETLOADREQUEST']._serialized_start=1019
+  _globals['_GETLOADREQUEST']._serialized_end=1035
+  _globals['_GETLOADRESPONSE']._serialized_start=1038
+  _globals['_GETLOADRESPONSE']._serialized_end=1248
+  _globals['_EXPLAINREQUEST']._serialized_start=1250
+  _globals['_EXPLAINREQUEST']._serialized_end=1373
+  _globals['_FORESTNODE']._serialized_start=1375
+  _globals['_FORESTNODE']._serialized_end=1459
+  _globals['_STRATEGYCOST']._serialized_start=1462
+  _globals['_STRATEGYCOST']._serialized_end=1627
+  _globals['_ATTENTIONGROUP']._serialized_start=1630
+  _globals['_ATTENTIONGROUP']._serialized_end=1821
+  _globals['_EXPLAINEDSTEP']._serialized_start=1823
+  _globals['_EXPLAINEDSTEP']._serialized_end=1939
+  _globals['_EXPLAINRESPONSE']._serialized_start=1941
+  _globals['_EXPLAINRESPONSE']._serialized_end=2050
+  _globals['_INFO']._serialized_start=2053
+  _globals['_INFO']._serialized_end=2356
 # @@protoc_insertion_point(module_scope)

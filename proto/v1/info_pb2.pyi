@@ -47,6 +47,7 @@ class GetModelResponse(google.protobuf.message.Message):
     CLASS_LABELS_FIELD_NUMBER: builtins.int
     VERSION_FIELD_NUMBER: builtins.int
     DETERMINISTIC_FIELD_NUMBER: builtins.int
+    KV_DTYPE_FIELD_NUMBER: builtins.int
     model: builtins.str
     architecture: builtins.str
     dtype: builtins.str
@@ -62,6 +63,8 @@ class GetModelResponse(google.protobuf.message.Message):
     """of stemserve"""
     deterministic: builtins.bool
     """Results are the same bits whatever runs beside them and whatever is cached."""
+    kv_dtype: builtins.str
+    """of the numbers in the KV cache"""
     @property
     def class_labels(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
         """of the classification head; empty without one"""
@@ -83,8 +86,9 @@ class GetModelResponse(google.protobuf.message.Message):
         class_labels: collections.abc.Iterable[builtins.str] | None = ...,
         version: builtins.str = ...,
         deterministic: builtins.bool = ...,
+        kv_dtype: builtins.str = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["architecture", b"architecture", "class_labels", b"class_labels", "context_tokens", b"context_tokens", "deterministic", b"deterministic", "device", b"device", "dtype", b"dtype", "has_lm_head", b"has_lm_head", "head_dim", b"head_dim", "kv_heads", b"kv_heads", "layers", b"layers", "model", b"model", "query_heads", b"query_heads", "version", b"version", "vocab_size", b"vocab_size"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["architecture", b"architecture", "class_labels", b"class_labels", "context_tokens", b"context_tokens", "deterministic", b"deterministic", "device", b"device", "dtype", b"dtype", "has_lm_head", b"has_lm_head", "head_dim", b"head_dim", "kv_dtype", b"kv_dtype", "kv_heads", b"kv_heads", "layers", b"layers", "model", b"model", "query_heads", b"query_heads", "version", b"version", "vocab_size", b"vocab_size"]) -> None: ...
 
 Global___GetModelResponse: typing_extensions.TypeAlias = GetModelResponse
 

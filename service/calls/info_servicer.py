@@ -57,6 +57,7 @@ class InfoServicer(info_pb2_grpc.InfoServicer):
             class_labels=facts.class_labels,
             version=self._version,
             deterministic=facts.deterministic,
+            kv_dtype=facts.kv_dtype,
         )
 
     async def GetLimits(

@@ -15,6 +15,7 @@ from stemserve.service.config import (
     DEVICES,
     DTYPES,
     KERNELS,
+    KV_CACHE_DTYPES,
     LOAD_FORMATS,
     LOG_LEVELS,
     ServiceConfig,
@@ -46,6 +47,8 @@ KEYS: Mapping[str, str] = {  # of the configuration, by the parameter of `serve`
     "device": "worker.device",
     "kv_pages": "worker.kv_pages",
     "kv_memory": "worker.kv_memory",
+    "gpu_memory_utilization": "worker.gpu_memory_utilization",
+    "kv_cache_dtype": "worker.kv_cache_dtype",
     "page_size": "worker.page_size",
     "threads": "worker.threads",
     "max_burst_steps": "worker.max_burst_steps",
@@ -136,9 +139,22 @@ def serve(
         int | None,
         _worker(
             "Size of the KV cache, instead of --kv-pages. Without both: on a CPU a quarter of the "
-            "free memory and at most 4G, on a GPU 85 %.",
+            "free memory and at most 4G, on a GPU what weights and steps leave.",
             parser=_parse_bytes,
             metavar="512M|2G",
+        ),
+    ] = None,
+    gpu_memory_utilization: Annotated[
+        float | None,
+        _worker(
+            "Part of a GPU's memory for weights, steps and KV cache together.", show_default="0.9"
+        ),
+    ] = None,
+    kv_cache_dtype: Annotated[
+        str | None,
+        _worker(
+            _choices(KV_CACHE_DTYPES, "Numbers of the KV cache; auto: the model's. "),
+            show_default="auto",
         ),
     ] = None,
     page_size: Annotated[int | None, _worker("Tokens of a KV page.", show_default="16")] = None,

@@ -162,6 +162,7 @@ def _facts(described: worker_pb2.DescribeResponse) -> WorkerFacts:
         has_lm_head=described.has_lm_head,
         class_labels=tuple(described.class_labels),
         kv_bytes_per_token=described.kv_bytes_per_token,
+        kv_dtype=described.kv_dtype,
         max_burst_steps=max(1, described.max_burst_steps),
         deterministic=described.deterministic,
         cost_table_json=described.cost_table_json,

@@ -38,6 +38,12 @@ PEM = Path("none.pem")
             "deterministic has its own attention",
         ),
         (lambda: WorkerConfig(kv_pages=5, kv_memory=5), "kv_pages or kv_memory, not both"),
+        (lambda: WorkerConfig(kv_cache_dtype="int2"), "'int2' is not one of auto, fp8_e4m3"),
+        (lambda: WorkerConfig(gpu_memory_utilization=1.5), "1.5 is not more than 0 and at most 1"),
+        (
+            lambda: WorkerConfig(deterministic=True, kv_cache_dtype="fp8_e4m3"),
+            "deterministic needs kv_cache_dtype auto",
+        ),
         (
             lambda: WorkerConfig(step_timeout_s=0),
             "and at most step_timeout_s, 0",
@@ -76,6 +82,13 @@ def test_the_worker_is_told_only_what_was_asked_for() -> None:
         "--max-step-tokens": "64",
         "--log-level": "info",
     }
+
+
+def test_the_worker_is_told_of_its_memory() -> None:
+    config = WorkerConfig(gpu_memory_utilization=0.5, kv_cache_dtype="fp8_e4m3")
+    words = config.command(Path("/models/m"), max_step_tokens=64, log_level="info")
+    assert words[words.index("--gpu-memory-utilization") + 1] == "0.5"
+    assert words[words.index("--kv-cache-dtype") + 1] == "fp8_e4m3"
 
 
 def test_the_worker_is_told_how_many_steps_may_come_at_once() -> None:

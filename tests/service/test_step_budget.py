@@ -14,7 +14,7 @@ from stemserve.proto.v1 import worker_pb2
 from stemserve.service.batching.plan_arrays import pack_int32, unpack_int32
 from stemserve.service.batching.step_budget import StepBudget
 from stemserve.service.errors import NeverFits
-from stemserve.service.request import Realm
+from stemserve.service.request import Job, Realm
 
 
 def answer(rig: Rig, shortages: int = 0, starved: list[int] | None = None) -> None:
@@ -56,7 +56,7 @@ def test_a_shortage_halves_the_steps_rows_and_full_steps_bring_them_back() -> No
 
 def test_steps_are_smaller_after_a_shortage_and_every_answer_is_right() -> None:
     rig = make_rig(budget=64)
-    jobs = [likelihood_job("a", [random_tokens(1, 200)], [random_tokens(2, 9)] * 20)]
+    jobs: list[Job] = [likelihood_job("a", [random_tokens(1, 200)], [random_tokens(2, 9)] * 20)]
     jobs += [generate_job(name, random_tokens(3, 50), samples=2) for name in "bc"]
     rig.submit(*jobs)
     assert num_rows(rig.plan()) == 64

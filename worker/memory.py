@@ -1,11 +1,14 @@
 """How much memory a device has left, and how much of it the KV cache takes."""
 
+import logging
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
 from stemserve.worker.config import ConfigError
+
+log = logging.getLogger(__name__)
 
 MIB = 1 << 20
 GIB = 1 << 30
@@ -49,8 +52,21 @@ class GpuMemory:
         left = max(0, int(self.total * utilization) - taken)
         return KvRoom(default=left, most=left, advice=f"{advice} ({self})")
 
+    def report(self, *, kv: int, graphs: int) -> None:
+        """`graphs`: what they have taken."""
+        log.info(
+            "memory: %s; KV cache %.2f GiB; graphs took %.2f GiB", self, kv / GIB, graphs / GIB
+        )
+        if graphs > self.graphs:
+            log.warning(
+                "CUDA graphs took %.2f GiB, more than the %.2f GiB that were kept for them; a "
+                "smaller --gpu-memory-utilization leaves more room",
+                graphs / GIB,
+                self.graphs / GIB,
+            )
+
     def __str__(self) -> str:
-        parts = ("weights", "activations", "graphs", "others", "total")
+        parts = ("weights", "largest step", "kept for graphs", "others", "total")
         sizes = (self.weights, self.activations, self.graphs, self.others, self.total)
         return ", ".join(
             f"{name} {size / GIB:.2f} GiB" for name, size in zip(parts, sizes, strict=True)

@@ -18,7 +18,14 @@ from stemserve.worker.device_choice import page_dtype, pick_device, pick_dtype
 from stemserve.worker.dispatch import Dispatcher
 from stemserve.worker.forward import Forward
 from stemserve.worker.kv_pool import KvPool, KvShape
-from stemserve.worker.memory import MIB, cpu_kv_room, is_shortage, kv_pages
+from stemserve.worker.memory import (
+    MIB,
+    GpuMemory,
+    cpu_kv_room,
+    free_bytes,
+    is_shortage,
+    kv_pages,
+)
 from stemserve.worker.memory_trial import MakeRunner, measure_memory
 from stemserve.worker.models.loader import fixed_ops, load_model
 from stemserve.worker.models.transformer import Transformer
@@ -62,11 +69,15 @@ def make_parts(config: WorkerConfig, progress: Progress, check: Callable[[], Non
     def make_runner(pool: KvPool, limits: StepLimits) -> ModelRunner:
         return make_engine(pool, limits).runner()
 
-    shape = _kv_shape(config, model, make_runner)
+    memory = None if device.type == "cpu" else _measure(config, model, make_runner)
+    shape = _kv_shape(config, model, memory)
     limits = _limits(config, model, shape)
     engine = make_engine(_make_pool(shape, device), limits)
     warm_up(engine.runner(), limits)
+    before = free_bytes(device)
     runner = engine.runner(_decode_graphs(config, model, available, engine, check))
+    if memory is not None:
+        memory.report(kv=shape.total_bytes, graphs=before - free_bytes(device))
     return Parts(runner=runner, facts=_facts(config, model, shape, costs))
 
 
@@ -98,12 +109,16 @@ def _decode_graphs(
     engine: _Engine,
     check: Callable[[], None],
 ) -> Decoder | None:
-    if not config.cuda_graphs or config.deterministic or model.device.type != "cuda":
+    if not _has_graphs(config) or model.device.type != "cuda":
         return None
     # Here, so that a host without a GPU does without Triton.
     from stemserve.worker.graphs.worker_decoder import capture_decoder
 
     return capture_decoder(model, engine, available.strategies, forced=config.kernel, check=check)
+
+
+def _has_graphs(config: WorkerConfig) -> bool:
+    return config.cuda_graphs and not config.deterministic
 
 
 def _make_engine(
@@ -174,8 +189,15 @@ def _checking(check: Callable[[], None]) -> Progress:
     return progress
 
 
-def _kv_shape(config: WorkerConfig, model: Transformer, make_runner: MakeRunner) -> KvShape:
-    one_page = KvShape(
+def _measure(config: WorkerConfig, model: Transformer, make_runner: MakeRunner) -> GpuMemory:
+    one_page = _one_page(config, model)
+    limits = _limits(config, model, one_page)
+    graphs = GRAPH_BYTES if _has_graphs(config) else 0
+    return measure_memory(make_runner, limits, one_page, model.device, graphs)
+
+
+def _one_page(config: WorkerConfig, model: Transformer) -> KvShape:
+    return KvShape(
         layers=model.config.num_layers,
         pages=1,
         page_size=config.page_size,
@@ -183,12 +205,13 @@ def _kv_shape(config: WorkerConfig, model: Transformer, make_runner: MakeRunner)
         head_dim=model.config.head_dim,
         dtype=page_dtype(config.kv_cache_dtype, model.dtype, model.device),
     )
-    if model.device.type == "cpu":
+
+
+def _kv_shape(config: WorkerConfig, model: Transformer, memory: GpuMemory | None) -> KvShape:
+    one_page = _one_page(config, model)
+    if memory is None:
         room = cpu_kv_room()
     else:
-        limits = _limits(config, model, one_page)
-        memory = measure_memory(make_runner, limits, one_page, model.device, GRAPH_BYTES)
-        log.info("memory: %s", memory)
         room = memory.kv_room(config.gpu_memory_utilization, GPU_ADVICE)
     pages = kv_pages(config.kv_pages, config.kv_memory_bytes, one_page.total_bytes, room)
     return one_page.with_pages(pages)

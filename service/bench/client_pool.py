@@ -38,7 +38,7 @@ class Made:
 
 
 class ClientPool:
-    def __init__(self, server: str, processes: int) -> None:
+    def __init__(self, server: str, processes: int, *, ready_s: float = READY_S) -> None:
         """Raises ClientFailed."""
         context = multiprocessing.get_context("spawn")
         self._clients: list[tuple[BaseProcess, Connection]] = []
@@ -49,7 +49,7 @@ class ClientPool:
             theirs.close()
             self._clients.append((process, ours))
         for _, connection in self._clients:
-            if not connection.poll(READY_S):
+            if not connection.poll(ready_s):
                 self.close()
                 raise ClientFailed(f"a client process does not reach {server}")
             self._receive(connection)

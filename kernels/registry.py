@@ -78,10 +78,11 @@ def strategy_set(
     flashinfer, lacking = _flashinfer(shape, device, numbers, costs)
     torch_codec = CodecAttention(shape, device, costs, limits or CodecLimits(workers=1))
     available: Sequence[Strategy] = (
+        # Of strategies that cost the same, the first is chosen.
+        CascadeAttention(shape, device, Phase.PREFILL),
         NaiveAttention(shape, device),
         SplitAttention(shape, device),
         RaggedAttention(shape, device),
-        CascadeAttention(shape, device, Phase.PREFILL),
         MultiItemAttention(shape, device),
         CustomMaskAttention(shape, device),
         PagedAttention(shape, device),

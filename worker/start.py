@@ -17,6 +17,7 @@ from stemserve.worker.costs import device_costs
 from stemserve.worker.device_choice import page_dtype, pick_device, pick_dtype
 from stemserve.worker.dispatch import Dispatcher
 from stemserve.worker.forward import Forward
+from stemserve.worker.graphs.score_pieces import capture_pieces, piece_bytes
 from stemserve.worker.kv_pool import KvPool, KvShape
 from stemserve.worker.memory import (
     MIB,
@@ -76,6 +77,8 @@ def make_parts(config: WorkerConfig, progress: Progress, check: Callable[[], Non
     warm_up(engine.runner(), limits)
     before = free_bytes(device)
     runner = engine.runner(_decode_graphs(config, model, available, engine, check))
+    if _has_graphs(config, device):
+        capture_pieces(engine.forward, model, limits.max_step_tokens, check)
     if memory is not None:
         memory.report(kv=shape.total_bytes, graphs=before - free_bytes(device))
     return Parts(runner=runner, facts=_facts(config, model, shape, costs))
@@ -109,7 +112,7 @@ def _decode_graphs(
     engine: _Engine,
     check: Callable[[], None],
 ) -> Decoder | None:
-    if not _has_graphs(config) or model.device.type != "cuda":
+    if not _has_graphs(config, model.device):
         return None
     # Here, so that a host without a GPU does without Triton.
     from stemserve.worker.graphs.worker_decoder import capture_decoder
@@ -117,8 +120,8 @@ def _decode_graphs(
     return capture_decoder(model, engine, available.strategies, forced=config.kernel, check=check)
 
 
-def _has_graphs(config: WorkerConfig) -> bool:
-    return config.cuda_graphs and not config.deterministic
+def _has_graphs(config: WorkerConfig, device: torch.device) -> bool:
+    return config.cuda_graphs and not config.deterministic and device.type == "cuda"
 
 
 def _make_engine(
@@ -192,7 +195,9 @@ def _checking(check: Callable[[], None]) -> Progress:
 def _measure(config: WorkerConfig, model: Transformer, make_runner: MakeRunner) -> GpuMemory:
     one_page = _one_page(config, model)
     limits = _limits(config, model, one_page)
-    graphs = GRAPH_BYTES if _has_graphs(config) else 0
+    graphs = 0
+    if _has_graphs(config, model.device):
+        graphs = GRAPH_BYTES + piece_bytes(model, limits.max_step_tokens)
     return measure_memory(make_runner, limits, one_page, model.device, graphs)
 
 

@@ -1,6 +1,7 @@
 """Steps by captured pieces, against the same steps launch by launch."""
 
 import random
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -14,7 +15,7 @@ from stemserve.kernels.layout import Int32
 from stemserve.kernels.strategy import Kernel
 from stemserve.proto.v1 import worker_pb2
 from stemserve.worker.blobs import decode_float32, decode_int32
-from stemserve.worker.graphs.piecewise import default_buckets
+from stemserve.worker.graphs.score_pieces import MOST_ROWS, piece_buckets
 from stemserve.worker.step_inputs import StepInputs
 
 BUCKETS = (16, 32, 64)
@@ -169,12 +170,12 @@ def test_later_arrays_do_not_reach_earlier_steps(seed: int) -> None:
         assert found.tolist() == expected[1].tolist()
 
 
-@pytest.mark.parametrize("most", [1, 32, 1024, 4096])
+@pytest.mark.parametrize("most", [1, 32, 100, 1024, 4096, 1 << 20])
 def test_buckets_waste_little(most: int) -> None:
-    buckets = default_buckets(most)
+    buckets = piece_buckets(most)
     assert buckets == sorted(set(buckets))
-    assert all(bucket <= most for bucket in buckets)
-    for below, bucket in zip([0, *buckets], buckets, strict=False):
+    assert buckets[-1] == min(most, MOST_ROWS)
+    for below, bucket in pairwise([0, *buckets]):
         assert bucket - below <= max(64, bucket // 8)
 
 

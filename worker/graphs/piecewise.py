@@ -163,9 +163,3 @@ def _static_rows(model: Transformer, rows: int) -> StaticRows:
             zeros(config.kv_heads, config.head_dim),
         ),
     )
-
-
-def default_buckets(most: int) -> list[int]:
-    """Multiples of 64 up to 1,024, of 128 up to 2,048, of 256 above; 32 for the smallest."""
-    buckets = [32, *range(64, 1024, 64), *range(1024, 2048, 128), *range(2048, most + 1, 256)]
-    return [bucket for bucket in buckets if bucket <= most]

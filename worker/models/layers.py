@@ -7,6 +7,7 @@ from torch import Tensor
 
 from stemserve.kernels.fused.heads import Heads
 from stemserve.worker.models.layer_ops import LayerOps, SplitHeads
+from stemserve.worker.models.linear import AddingLinear, Linear
 from stemserve.worker.models.model_config import ModelConfig
 from stemserve.worker.models.parameters import LayerWeights
 
@@ -58,9 +59,16 @@ class DecoderLayer:
         mixed: Tensor,  # [rows, query_heads * head_dim], the result of attention
         residual: Tensor,  # [rows, hidden], changed in place
     ) -> Tensor:  # [rows, hidden], normed for the next layer
-        normed = self._ops.add_norm(self._output(mixed), residual, self._mlp_norm)
+        normed = self._add_norm(self._output, mixed, residual, self._mlp_norm)
         gated = self._ops.gate(self._gate_up(normed))
-        return self._ops.add_norm(self._down(gated), residual, self._next_norm)
+        return self._add_norm(self._down, gated, residual, self._next_norm)
+
+    def _add_norm(self, linear: Linear, x: Tensor, residual: Tensor, norm: Tensor) -> Tensor:
+        """The norm of the residual, to which the product is added."""
+        if isinstance(linear, AddingLinear) and linear.adds(len(x)):
+            linear.add_to(residual, x)
+            return self._ops.norm(residual, norm)
+        return self._ops.add_norm(linear(x), residual, norm)
 
 
 def _qk_norm(config: ModelConfig, weights: LayerWeights) -> Tensor | None:

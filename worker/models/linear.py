@@ -1,6 +1,6 @@
 """Matrix products with a fixed weight matrix, by the fastest plain way for its device."""
 
-from typing import Protocol, cast
+from typing import Protocol, cast, runtime_checkable
 
 import torch
 import torch.nn.functional as F
@@ -13,6 +13,23 @@ class Linear(Protocol):
     def __call__(self, x: Tensor) -> Tensor: ...  # [rows, in] -> [rows, out]
 
 
+@runtime_checkable
+class AddingLinear(Protocol):
+    """A product that can be added to something in the same launch."""
+
+    def adds(self, rows: int) -> bool:
+        """Whether that is the faster way for so many rows."""
+        ...
+
+    def add_to(self, total: Tensor, x: Tensor) -> None:
+        """total [rows, out] += x @ weight.T, rounded once."""
+        ...
+
+
+# Qwen3-0.6B, 8,192 rows on an H200: output and down projection 2 us slower, the norm 10 us faster.
+ADDED_ROWS = 512
+
+
 class DenseLinear:
     def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
         self._weight = weight  # [out, in]
@@ -20,6 +37,12 @@ class DenseLinear:
 
     def __call__(self, x: Tensor) -> Tensor:
         return F.linear(x, self._weight, self._bias)
+
+    def adds(self, rows: int) -> bool:
+        return rows >= ADDED_ROWS and self._bias is None and self._weight.is_cuda
+
+    def add_to(self, total: Tensor, x: Tensor) -> None:
+        torch.addmm(total, x, self._weight.T, out=total)
 
 
 class PackedLinear:

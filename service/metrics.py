@@ -79,12 +79,13 @@ class Metrics:
         hit = "hit" if cached >= prompt_tokens - 1 else "partial"
         self._ttft.labels(hit if cached else "miss").observe(seconds)
 
-    def streamed(self, gaps: Sequence[float]) -> None:
-        """Seconds from token to token of one request."""
-        for gap in gaps:
-            self._inter_token.observe(gap)
+    def streamed(self, gaps: Sequence[tuple[float, int]]) -> None:
+        """Seconds between messages with tokens of one request, and the steps of the later one."""
+        for seconds, steps in gaps:
+            self._inter_token.observe(seconds / steps)
         if gaps:
-            self._tpot.observe(sum(gaps) / len(gaps))
+            steps = sum(steps for _, steps in gaps)
+            self._tpot.observe(sum(seconds for seconds, _ in gaps) / steps)
 
     def used(self, usage: JobUsage, *, looked_up_tokens: int) -> None:
         self._prompt_tokens.labels("computed").inc(usage.computed_tokens)
@@ -190,7 +191,7 @@ class Metrics:
             "time_per_output_token_seconds", "mean of a request's inter-token times", TPOT
         )
         self._inter_token = self._histogram(
-            "inter_token_seconds", "time from token to token of a request", TPOT
+            "inter_token_seconds", "time from token to token, averaged over each message", TPOT
         )
         self._score_item = self._histogram(
             "score_item_seconds", "engine time of a request over its items", ITEM, path=SCORE_MODES

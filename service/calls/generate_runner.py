@@ -71,7 +71,7 @@ class GenerateRunner:
         last = None
         async with aclosing(self._engine.generate(job)) as chunks:
             async for chunk in chunks:
-                call.note(chunk)
+                call.note(chunk, len(job.samplers))
                 message, stopped = answer.add(chunk)
                 for sample in stopped:
                     self._engine.stop_sample(job.request_id, sample)
@@ -115,22 +115,20 @@ class _RunningCall:
         self.token_times: list[float] = []  # of chunks
         self._steps: list[int] = []  # that each of them is of
 
-    def note(self, chunk: GenerateChunk) -> None:
+    def note(self, chunk: GenerateChunk, samples: int) -> None:
         if chunk.tokens:
             self.phase = "decode"
             self.token_times.append(time.monotonic())
-            self._steps.append(_most_tokens(chunk.tokens))
+            steps = len(chunk.tokens) if samples == 1 else _most_tokens(chunk.tokens)
+            self._steps.append(steps)
 
-    def gaps(self) -> list[float]:
-        """Seconds from token to token; those that came together share the time that they took."""
-        times, steps = self.token_times, self._steps
-        return [
-            (after - before) / count
-            for before, after, count in zip(times, times[1:], steps[1:], strict=False)
-            for _ in range(count)
-        ]
+    def gaps(self) -> list[tuple[float, int]]:
+        """Seconds from chunk to chunk, and of how many steps the later one is."""
+        times = self.token_times
+        seconds = [after - before for before, after in zip(times, times[1:], strict=False)]
+        return list(zip(seconds, self._steps[1:], strict=True))
 
 
 def _most_tokens(tokens: Sequence[SampleToken]) -> int:
     """Of one sample."""
-    return 1 if len(tokens) == 1 else max(Counter(token.sample for token in tokens).values())
+    return max(Counter([token.sample for token in tokens]).values())

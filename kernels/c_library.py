@@ -1,6 +1,7 @@
 """Compile C sources of this package to a shared library, once for each user of a machine."""
 
 import ctypes
+import errno
 import hashlib
 import os
 import platform
@@ -13,6 +14,7 @@ from pathlib import Path
 COMPILERS = ("cc", "gcc", "clang")
 FLAGS = ("-std=c99", "-O2", "-fPIC", "-shared", "-ffp-contract=off")
 COMPILE_SECONDS = 120
+NO_SPACE = os.strerror(errno.ENOSPC)  # as compilers say it
 
 
 class CLibraryError(RuntimeError):
@@ -23,7 +25,7 @@ def load_library(sources: Sequence[Path], folders: Sequence[Path] | None = None)
     """Load the library of some sources; compile it where no folder has it.
 
     `sources`: C files first, the first names the library. Folders are tried in turn, so that a
-    home that cannot be written or executed does not matter.
+    home that cannot be written or executed, or is full, does not matter.
     """
     name = f"{sources[0].stem}-{_digest(sources)}.so"
     failures: list[str] = []
@@ -67,7 +69,7 @@ def _make_private(folder: Path) -> None:
 
 
 def _compile(sources: Sequence[Path], target: Path) -> None:
-    """Other processes see the whole library or none."""
+    """Other processes see the whole library or none. OSError: the folder cannot hold it."""
     compiler = next((path for name in COMPILERS if (path := shutil.which(name))), None)
     if compiler is None:
         raise CLibraryError(
@@ -80,6 +82,8 @@ def _compile(sources: Sequence[Path], target: Path) -> None:
         files = [str(source) for source in sources if source.suffix == ".c"]
         command = [compiler, *FLAGS, *files, "-o", partial]
         done = subprocess.run(command, capture_output=True, text=True, timeout=COMPILE_SECONDS)
+        if NO_SPACE in done.stderr:
+            raise OSError(errno.ENOSPC, f"{NO_SPACE} for a library")
         if done.returncode:
             raise CLibraryError(f"{' '.join(command)} failed:\n{done.stderr.strip()}")
         os.replace(partial, target)

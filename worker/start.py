@@ -18,6 +18,7 @@ from stemserve.worker.device_choice import page_dtype, pick_device, pick_dtype
 from stemserve.worker.dispatch import Dispatcher
 from stemserve.worker.forward import Forward
 from stemserve.worker.graphs.score_pieces import capture_pieces, piece_bytes
+from stemserve.worker.jit_cache import check_triton_cache
 from stemserve.worker.kv_pool import KvPool, KvShape
 from stemserve.worker.memory import (
     MIB,
@@ -61,6 +62,8 @@ def make_parts(config: WorkerConfig, progress: Progress, check: Callable[[], Non
     device = pick_device(config.device)
     if config.threads is not None:
         torch.set_num_threads(config.threads)
+    if device.type == "cuda":
+        check_triton_cache()
     model = _load(config, device, progress)
     heads = model.config.heads
     costs = device_costs(config.cost_table, heads, model.dtype, device, _checking(check))

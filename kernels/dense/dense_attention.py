@@ -1,5 +1,6 @@
 """Cascade and split prefill by the dense kernel: a launch a stage, whatever the forest."""
 
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from operator import is_
@@ -10,6 +11,7 @@ import torch
 from torch import Tensor
 
 from stemserve.kernels.attention_state import AttentionState, LayerKV
+from stemserve.kernels.c_library import CLibraryError
 from stemserve.kernels.dense.dense_launch import (
     STAGES,
     DenseLauncher,
@@ -25,6 +27,8 @@ from stemserve.kernels.layout import AttentionLayout, HeadShape
 from stemserve.kernels.merge import RowMerge
 from stemserve.kernels.page_gather import TokenCopy, TokenScratch
 from stemserve.kernels.strategy import Kernel, Phase, Work
+
+log = logging.getLogger(__name__)
 
 DTYPES = (torch.float16, torch.bfloat16)
 CAPABILITY = 9  # major: the kernel's instructions are Hopper's alone
@@ -63,7 +67,7 @@ class DenseAttention:
         ctas = self._launcher.processors
         self._host = DenseHost(kernel=kernel, query_heads=shape.query_heads, ctas=ctas)
         packs = kernel is Kernel.CASCADE  # all that the planner in C does
-        self._native = NativeDense(shape.query_heads, ctas) if packs else None
+        self._native = _native(shape, ctas) if packs else None
 
     def refusal(self, layout: AttentionLayout) -> str | None:
         nodes = np.unique(layout.segment_node[layout.segment_rows > 0])
@@ -147,6 +151,15 @@ class DenseAttention:
             parts, targets = stage.parts.device(joined), stage.targets.device(joined)
             merge = RowMerge(self._shape, parts, targets)
         return DenseStage(tiles=tiles, merge=merge)
+
+
+def _native(shape: HeadShape, ctas: int) -> NativeDense | None:
+    """None, with a warning, where its library cannot be made."""
+    try:
+        return NativeDense(shape.query_heads, ctas)
+    except CLibraryError as error:
+        log.warning("prefill is planned in numpy, several times slower: %s", error)
+        return None
 
 
 def dense_strategies(

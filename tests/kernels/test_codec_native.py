@@ -5,6 +5,7 @@ import shutil
 import subprocess
 import sys
 import tomllib
+from collections.abc import Iterator
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -190,6 +191,29 @@ def test_a_folder_that_cannot_be_used_is_passed_over(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     load_library(SOURCES, [tmp_path / "file", tmp_path / "cache"])
     assert len(list((tmp_path / "cache").iterdir())) == 1
+
+
+@pytest.fixture
+def full_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of its own with room for a few names."""
+    folder = tmp_path / "full"
+    folder.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=8k,mode=0700", "tmpfs", str(folder)]
+    if subprocess.run(mount, capture_output=True, check=False).returncode:
+        pytest.skip("file systems cannot be mounted here")
+    yield folder
+    subprocess.run(["umount", str(folder)], check=True)
+
+
+def test_a_full_disk_is_passed_over(full_disk: Path, tmp_path: Path) -> None:
+    load_library(SOURCES, [full_disk, tmp_path / "cache"])
+    assert list(full_disk.iterdir()) == []
+    assert len(list((tmp_path / "cache").iterdir())) == 1
+
+
+def test_disks_that_are_all_full_are_named(full_disk: Path) -> None:
+    with pytest.raises(CLibraryError, match=r"writable.*full: .*No space left on device"):
+        load_library(SOURCES, [full_disk])
 
 
 def test_a_folder_that_others_may_write_is_refused(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from itertools import pairwise
 import numpy as np
 from numpy.typing import NDArray
 
-from stemserve.kernels.codec_rows import RowUnits, counted, node_ranges, ordered_units
+from stemserve.kernels.codec_rows import RowUnits, counted, node_ranges
 from stemserve.kernels.codec_tiles import STEP_TOKENS
 from stemserve.kernels.layout import AttentionLayout, Int32
 
@@ -52,9 +52,10 @@ class RowGroups:
     high: Int32  # [pieces]
 
 
-def chain_steps(layout: AttentionLayout, tokens: int) -> ChainSteps:
-    """The steps of all chains, for chunks of some tokens."""
-    units, chains = ordered_units(layout)
+def chain_steps(
+    layout: AttentionLayout, tokens: int, units: RowUnits, chains: Int32
+) -> ChainSteps:
+    """The steps of all chains, for chunks of some tokens; of the layout's ordered units."""
     indptr = np.append(np.int32(0), np.cumsum(units.rows, dtype=np.int32))
     parts = [*_whole_steps(layout, units, chains, indptr), _partial_steps(layout, units, indptr)]
     stored = [part | {"chunk": part["begin"] // tokens} for part in parts]

@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 from stemserve.kernels.codec_division import Division
 from stemserve.kernels.codec_fixed import ChainSteps, RowGroups, chain_steps, row_groups
 from stemserve.kernels.codec_pieces import Pieces
-from stemserve.kernels.codec_rows import row_runs
+from stemserve.kernels.codec_rows import ordered_units, row_runs
 from stemserve.kernels.codec_streams import NOTHING, TileStreams
 from stemserve.kernels.codec_tables import HostTables, host_tables
 from stemserve.kernels.codec_tiles import (
@@ -26,9 +26,10 @@ from stemserve.kernels.layout import AttentionLayout, Int32
 
 def fixed_plan(layout: AttentionLayout, group: int, bins: int, division: Division) -> HostTables:
     tokens = division.fixed_split
-    runs = row_runs(layout)
+    ordered = ordered_units(layout)
+    runs = row_runs(layout, ordered)
     cuts = tile_cuts(runs, TILE_ROWS // group)
-    groups = row_groups(chain_steps(layout, tokens), cuts, tokens // STEP_TOKENS)
+    groups = row_groups(chain_steps(layout, tokens, *ordered), cuts, tokens // STEP_TOKENS)
     streams = _lay_steps(layout, groups, runs.rows, cuts, group)
     pieces = _pieces(groups, streams, group, layout.page_size)
     owner = _assign(pieces.steps, bins, division.longest_first)
@@ -100,6 +101,8 @@ def _masks(groups: RowGroups, at: Int32, loaded: Int32, cuts: Int32, group: int)
     first = np.where(causal, np.minimum(first, high), low)
     seen = np.where(causal, np.clip(visible + first - base - at, 0, loaded), loaded)
     seen = np.where(first < high, seen, 0)
+    # Most pages need no mask: where the first row sees all of one, so do the others.
+    causal = causal & ((seen < loaded) | (first > low))
     # Rows of the tile that the piece does not change may see anything that is loaded.
     all_before = ~causal & (low == groups.low[piece][:, None])
     all_after = ~causal & (high == groups.high[piece][:, None]) | (high == cuts[tile + 1])
@@ -149,11 +152,12 @@ def _pieces(groups: RowGroups, streams: TileStreams, group: int, page_size: int)
 
 def _covered(groups: RowGroups) -> NDArray[np.bool_]:  # [pieces, rows of a tile]
     """Rows, from a piece's first on, that see some of its steps."""
-    depth = np.zeros((len(groups.tile), TILE_ROWS + 1), np.int32)
-    first = groups.low[groups.piece]
-    np.add.at(depth, (groups.piece, groups.steps.low - first), 1)
-    np.add.at(depth, (groups.piece, groups.steps.high - first), -1)
-    covered: NDArray[np.bool_] = np.cumsum(depth, axis=1)[:, :-1] > 0
+    shape = (len(groups.tile), TILE_ROWS + 1)
+    start = groups.piece * np.int32(shape[1]) - groups.low[groups.piece]
+    places = shape[0] * shape[1]
+    depth = np.bincount(start + groups.steps.low, minlength=places)
+    depth -= np.bincount(start + groups.steps.high, minlength=places)
+    covered: NDArray[np.bool_] = np.cumsum(depth.reshape(shape), axis=1)[:, :-1] > 0
     return covered
 
 

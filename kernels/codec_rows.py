@@ -125,9 +125,12 @@ def node_ranges(chains: Int32) -> tuple[Int32, Int32, Int32]:
     return node[order], low[order].astype(np.int32), high[order].astype(np.int32)
 
 
-def row_runs(layout: AttentionLayout) -> RowRuns:
-    """Put the rows in depth-first order and list what they see."""
-    units, chains = ordered_units(layout)
+def row_runs(layout: AttentionLayout, ordered: tuple[RowUnits, Int32] | None = None) -> RowRuns:
+    """Put the rows in depth-first order and list what they see.
+
+    `ordered`: the layout's ordered units, if they are there already.
+    """
+    units, chains = ordered or ordered_units(layout)
     indptr = np.append(np.int32(0), np.cumsum(units.rows, dtype=np.int32))
     place = np.arange(indptr[-1], dtype=np.int32) - np.repeat(indptr[:-1], units.rows)
     step = np.repeat((units.node >= 0) | units.is_item, units.rows)

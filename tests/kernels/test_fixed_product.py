@@ -9,11 +9,8 @@ pytest.importorskip("triton")
 from tests.kernels.row_products import alike_rows
 
 from stemserve.kernels.fixed.fixed_product import (
-    FEW_OUTPUTS,
-    FEW_ROWS,
-    FLOAT32,
     TILES,
-    ProductTile,
+    WIDE_TILES,
     fixed_product,
     product_tile,
 )
@@ -62,11 +59,17 @@ def test_a_row_has_the_same_bits_in_any_place_among_any_others() -> None:
         assert torch.equal(fixed_product(x[row : row + 1], weight)[0], whole[row])
 
 
-@pytest.mark.parametrize("rows", [1, 64, 65, 500, 16_384])
-def test_small_batches_take_small_tiles(rows: int) -> None:
-    tile = product_tile(rows, 1024, 2, 132)
-    assert tile == FEW_OUTPUTS or -(-rows // tile.rows) * -(-1024 // tile.outputs) >= 132
-    assert product_tile(rows, 1024, 4, 132) == FLOAT32
+@pytest.mark.parametrize(
+    ("rows", "outputs", "rows_of_tile"),
+    [(1, 1024, 64), (64, 4096, 64), (500, 1024, 64), (2048, 1024, 128), (16_384, 6144, 128)],
+)
+def test_the_tile_is_the_one_that_leaves_few_processors_idle(
+    rows: int, outputs: int, rows_of_tile: int
+) -> None:
+    tile = product_tile(rows, outputs, 1024, 132, torch.bfloat16)
+    assert tile.rows == rows_of_tile
+    least = min(other.seconds(rows, outputs, 1024, 132) for other in TILES)
+    assert tile.seconds(rows, outputs, 1024, 132) == least
 
 
 @pytest.mark.parametrize(
@@ -90,9 +93,11 @@ def test_all_tiles_have_the_same_order_of_sums(
     outputs: int, width: int, dtype: torch.dtype
 ) -> None:
     weight, x = (random(n, width, dtype=dtype, seed=n) for n in (outputs, 700))
-    whole = fixed_product(x, weight, out_dtype=torch.float32, tile=FEW_ROWS)
-    wider = ProductTile(rows=64, outputs=256, depth=64, warps=4, stages=3)
-    for tile in (*TILES, wider):
-        for rows in (1, 3, 64, 130, 700):
+    whole = fixed_product(x, weight, out_dtype=torch.float32, tile=WIDE_TILES[0])
+    rounded = whole.to(dtype)
+    for rows in (1, 3, 64, 130, 700):
+        for tile in TILES:
+            assert torch.equal(fixed_product(x[-rows:], weight, tile=tile), rounded[-rows:]), tile
+        for tile in WIDE_TILES:
             part = fixed_product(x[-rows:], weight, out_dtype=torch.float32, tile=tile)
-            assert torch.equal(part, whole[-rows:]), (tile, rows)
+            assert torch.equal(part, whole[-rows:]), tile

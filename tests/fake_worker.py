@@ -102,8 +102,10 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer):
             started = time.monotonic()
             if number == self._options.die_at_step:
                 os.kill(os.getpid(), signal.SIGKILL)
-            if self._options.step_seconds:
-                time.sleep(self._options.step_seconds * max(1, request.plan.repeat))
+            rows = count(request.plan.token_ids)
+            seconds = self._options.step_seconds + rows * self._options.row_seconds
+            if seconds:
+                time.sleep(seconds * max(1, request.plan.repeat))
             result = answer(
                 request.plan,
                 classes=self._options.classes,
@@ -111,7 +113,7 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer):
                 tops=tops,
             )
             result.step_seconds = time.monotonic() - started
-            self._log(f"{started:.6f} {time.monotonic():.6f} {count(request.plan.token_ids)}")
+            self._log(f"{started:.6f} {time.monotonic():.6f} {rows}")
             yield worker_pb2.RunResponse(result=result)
 
     def Predict(
@@ -154,6 +156,7 @@ def parse_options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--listen", required=True, help="unix:PATH or HOST:PORT")
     parser.add_argument("--step-seconds", type=float, default=0.0)
+    parser.add_argument("--row-seconds", type=float, default=0.0, help="a step's, each row")
     parser.add_argument("--describe-seconds", type=float, default=0.0, help="time to load")
     parser.add_argument("--die-at-step", type=int, default=0, help="SIGKILL itself in this step")
     parser.add_argument("--exit-code", type=int, default=0, help="end at once with this code")

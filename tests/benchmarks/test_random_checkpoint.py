@@ -1,9 +1,10 @@
 """A checkpoint of the random weights that `--load-format dummy` makes."""
 
 import shutil
+from importlib import import_module
 from pathlib import Path
+from typing import Any
 
-import safetensors.torch as safetensors
 import torch
 from random_checkpoint import write_random
 
@@ -11,6 +12,8 @@ from stemserve.worker.models.dummy_weights import fill_with_random
 from stemserve.worker.models.hf_config import read_hf_config
 from stemserve.worker.models.loader import load_model
 from stemserve.worker.models.parameters import allocate, checkpoint_slots
+
+safetensors: Any = import_module("safetensors.torch")
 
 
 def test_the_checkpoint_holds_the_weights_of_a_dummy_model(

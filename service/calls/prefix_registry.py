@@ -54,8 +54,18 @@ class RegisteredPrefix:
     expires_s: float  # on the registry's clock; infinite without expiry
     owners: Mapping[str, int]  # registrations of each tenant that were not released
     shared: bool = False
-    warm: bool = False  # to be computed again for a new worker
-    pin: bool = False  # and kept in the cache
+    warms: int = 0  # registrations that asked for it to be computed, and did not fail
+    pins: int = 0  # and for it to be kept in the cache
+
+    @property
+    def warm(self) -> bool:
+        """It is computed again for a new worker."""
+        return self.warms > 0
+
+    @property
+    def pin(self) -> bool:
+        """It is kept in the cache."""
+        return self.pins > 0
 
     @property
     def pin_key(self) -> str:
@@ -122,8 +132,8 @@ class PrefixRegistry:
             known,
             owners={**known.owners, tenant: known.owners.get(tenant, 0) + 1},
             ttl_s=longest,
-            warm=known.warm or new.warm or new.pin,
-            pin=known.pin or new.pin,
+            warms=known.warms + (new.warm or new.pin),
+            pins=known.pins + new.pin,
         )
         return self._keep(key, joined)
 
@@ -151,6 +161,21 @@ class PrefixRegistry:
             self._prefixes[known.space, prefix_id] = replace(known, owners=owners)
         else:
             self._drop((known.space, prefix_id))
+
+    def withdraw(self, caller: Caller, prefix_id: str, asked: NewPrefix) -> None:
+        """Release after a registration that failed: what it asked for is not asked for either."""
+        self.release(caller, prefix_id)
+        known = self._live((_group_space(caller) if asked.shared else caller.tenant, prefix_id))
+        if known is None:
+            return
+        left = replace(
+            known,
+            warms=max(0, known.warms - (asked.warm or asked.pin)),
+            pins=max(0, known.pins - asked.pin),
+        )
+        self._prefixes[known.space, prefix_id] = left
+        if known.pin and not left.pin:
+            self._dropped.append(known)
 
     def page(self, caller: Caller, *, after: str, count: int) -> tuple[RegisteredPrefix, ...]:
         """The next prefixes by id that the caller sees."""

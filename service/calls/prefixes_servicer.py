@@ -59,7 +59,7 @@ class PrefixesServicer(prefixes_pb2_grpc.PrefixesServicer):
             shared=request.shared,
         )
         prefix = self._registry.register(caller, new, most_tokens=self._most_tokens(caller))
-        with self._released_on_error(prefix, caller):
+        with self._withdrawn_on_error(prefix, caller, new):
             if request.warm or request.pin:
                 await self._keeper.warm(prefix, deadline=deadline)
             return prefixes_pb2.RegisterResponse(prefix=await self._message(prefix))
@@ -131,14 +131,16 @@ class PrefixesServicer(prefixes_pb2_grpc.PrefixesServicer):
         return caller.max_prefix_bytes // max(1, self._engine.facts.kv_bytes_per_token)
 
     @contextmanager
-    def _released_on_error(self, prefix: RegisteredPrefix, caller: Caller) -> Generator[None]:
-        """A Register that fails has registered nothing: a retry must not add an owner."""
+    def _withdrawn_on_error(
+        self, prefix: RegisteredPrefix, caller: Caller, asked: NewPrefix
+    ) -> Generator[None]:
+        """A Register that fails has registered nothing: no owner, and no pin."""
         try:
             yield
         except BaseException:
             # It may have expired, or others released it.
             with suppress(PrefixNotFound, NotPrefixOwner):
-                self._registry.release(caller, prefix.prefix_id)
+                self._registry.withdraw(caller, prefix.prefix_id, asked)
             raise
 
     async def _message(self, prefix: RegisteredPrefix) -> prefixes_pb2.Prefix:

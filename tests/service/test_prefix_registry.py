@@ -200,6 +200,22 @@ def test_what_one_owner_wants_warm_or_pinned_stays_so_for_all() -> None:
     assert {prefix.prefix_id for prefix in registry.to_keep_warm()} == {"a", "b"}
 
 
+def test_a_registration_that_failed_takes_its_pin_with_it() -> None:
+    registry = make(Clock())
+    add(registry, "a", 1)
+    pinned = NewPrefix(prefix_id="a", parent_id="", tokens=ids(1), pin=True)
+    registry.register(caller(""), pinned)
+    registry.withdraw(caller(""), "a", pinned)
+    found = registry.get(caller(""), "a")
+    assert not found.pin and not found.warm and found.owners == {"": 1}
+    assert [prefix.prefix_id for prefix in registry.take_dropped()] == ["a"]
+    registry.register(caller(""), pinned)
+    registry.register(caller(""), pinned)
+    registry.withdraw(caller(""), "a", pinned)
+    assert registry.get(caller(""), "a").pin
+    assert registry.take_dropped() == ()
+
+
 def test_a_shared_prefix_belongs_to_the_group_and_a_child_to_its_tenant_behind_it() -> None:
     registry = make(Clock())
     law = add(registry, "law", 1, 2, owner="web1", shared=True)

@@ -152,6 +152,22 @@ async def test_a_registration_that_fails_adds_no_owner() -> None:
         assert await served.client.list_prefixes() == ()
 
 
+async def test_a_pin_that_fails_leaves_a_registered_prefix_unpinned() -> None:
+    async with serving(byte_engine()) as served:
+        await served.client.register(Register(text="abc", prefix_id="x"))
+        served.engine.error = NotReady("the worker was lost")
+        with pytest.raises(ClientError):
+            await served.client.register(Register(text="abc", prefix_id="x", pin=True))
+        served.engine.error = None
+        assert not (await served.client.get_prefix("x")).pinned
+        assert (await served.client.register(Register(text="abc", prefix_id="x", pin=True))).pinned
+        served.engine.error = NotReady("the worker was lost")
+        with pytest.raises(ClientError):
+            await served.client.register(Register(text="abc", prefix_id="x", pin=True))
+        served.engine.error = None
+        assert (await served.client.get_prefix("x")).pinned  # as the one before has asked
+
+
 async def test_a_warm_up_that_fails_after_a_release_keeps_its_status() -> None:
     async with serving(byte_engine()) as served:
         served.engine.hold.clear()

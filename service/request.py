@@ -170,8 +170,7 @@ class SampleToken(NamedTuple):
     finish: str | None = None  # StopCause, on the sample's last token
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GenerateChunk:
+class GenerateChunk(NamedTuple):
     """All new tokens of a job from one step, or burst; the last chunk carries usage and timing."""
 
     request_id: str

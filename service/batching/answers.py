@@ -2,7 +2,6 @@
 
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 
 from stemserve.proto.v1 import worker_pb2
 from stemserve.service.batching.admission import Admission
@@ -58,7 +57,7 @@ class Answers:
         if isinstance(last, GenerateChunk) and self._events:
             newest = self._events[-1]
             if isinstance(newest, GenerateChunk) and newest.request_id == last.request_id:
-                last = replace(last, tokens=newest.tokens)
+                last = last._replace(tokens=newest.tokens)
                 del self._events[-1]
         self._events.append(last)
         self._jobs.end(job)

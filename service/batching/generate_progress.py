@@ -73,31 +73,40 @@ class GenerateProgress(JobProgress):
     def missing_pages(self, steps: int) -> int:
         """Pages that its samples lack for so many rows more, or as many as they have left."""
         return sum(
-            self._pages.branch(sample).missing_pages(sample.stored + min(steps, self._left(sample)))
+            self._pages.branch(sample).missing_pages(
+                sample.stored + min(steps, self._job.max_new_tokens - sample.num_tokens)
+            )
             for sample in self._samples
-            if self._is_ready(sample)
+            if self._is_ready(sample, sample.num_tokens)
         )
 
     def plan_decodes(self, step: StepBuilder, limit: int) -> bool:
         """Add the next row of each sample, in a burst the next ones, while the step has fewer rows
         than `limit`. False: there is no page for one now."""
-        size, kernel, rows = self._cache.page_size, self._job.kernel, step.rows
-        for sample in filter(self._is_ready, self._samples):
+        rows, size, most = step.rows, self._cache.page_size, self._job.max_new_tokens
+        draws: list[Draw] = []
+        room = Room.FOUND
+        for sample in self._samples:
+            drawn, start = len(sample.tokens) + sample.pending, sample.stored
+            if not self._is_ready(sample, drawn):
+                continue
             if rows.num_rows >= limit:
-                return True
-            start = sample.stored
-            steps = min(step.max_steps, self._left(sample))
+                break
+            end = start + min(step.max_steps, most - drawn)
             branch = sample.branch or self._pages.branch(sample)
-            if start + steps > branch.num_pages * size:
-                room = self._pages.make_room(branch, start + steps, step)
+            if end > branch.num_pages * size:
+                room = self._pages.make_room(branch, end, step)
                 if room is Room.LATER:
                     continue
                 if room is Room.NONE:
-                    return False
-            row = rows.add_decode(sample.next_input, start, steps, branch, kernel)
-            sample.stored = start + steps
-            self._draw(sample, row, step, steps=steps)
-        return True
+                    break
+            token = -1 - sample.slot if sample.pending else sample.tokens[-1]
+            row = rows.add_decode(token, start, end, branch, self._job.kernel)
+            draws.append(self._draw(sample, row, step, end - start))
+            sample.stored = end
+        if draws:
+            self._draws[step.step_id] = draws
+        return room is not Room.NONE
 
     def plan(self, step: StepBuilder) -> None:
         self.lacks_pages = False
@@ -209,7 +218,7 @@ class GenerateProgress(JobProgress):
         if chunk.stop == chain.length:
             self._prompt_is_planned = True
             for sample in draws:
-                self._draw(sample, chunk.last_row, step, node=chain.nodes[-1])
+                self._note(self._draw(sample, chunk.last_row, step, 1, chain.nodes[-1]), step)
             for sample in live:
                 sample.stored = chain.length
 
@@ -220,18 +229,13 @@ class GenerateProgress(JobProgress):
         error = EngineFault(f"the model's logits for {place} are not finite numbers")
         return JobFailed(request_id=self.request_id, error=error)
 
-    def _is_ready(self, sample: Sample) -> bool:
-        """Its next row is a decode row, which may be planned."""
-        drawn = len(sample.tokens) + sample.pending
+    def _is_ready(self, sample: Sample, drawn: int) -> bool:
+        """Its next row is a decode row."""
         return (
             not sample.has_ended
             and 0 < drawn < self._job.max_new_tokens
             and sample.stored == len(self._job.prompt) + drawn - 1
         )
-
-    def _left(self, sample: Sample) -> int:
-        """Tokens that it may draw beside those of steps in flight."""
-        return self._job.max_new_tokens - len(sample.tokens) - sample.pending
 
     def _lacks_rows(self, sample: Sample) -> bool:
         """The sample gave its pages up: rows of tokens that it has generated must run again."""
@@ -252,24 +256,20 @@ class GenerateProgress(JobProgress):
         row = step.rows.add_prefill(tokens[start:stop], slots, stored, self._job.kernel)
         sample.stored = stop
         if stop == len(tokens):
-            self._draw(sample, row + stop - start - 1, step)
+            self._note(self._draw(sample, row + stop - start - 1, step, 1), step)
         return True
 
     def _draw(
-        self,
-        sample: Sample,
-        row: int,
-        step: StepBuilder,
-        *,
-        steps: int = 1,
-        node: PageNode | None = None,
-    ) -> None:
+        self, sample: Sample, row: int, step: StepBuilder, steps: int, node: PageNode | None = None
+    ) -> Draw:
         if not sample.is_announced:
             step.readouts.add_sampler(sampler_message(sample, self._job.stop_ids))
             sample.is_announced = True
-        at = step.readouts.add_sample(row, sample.slot, sample.num_tokens)
+        at = step.readouts.add_sample(row, sample.slot, len(sample.tokens) + sample.pending)
         sample.pending += steps
-        draw = Draw(sample=sample, at=at, steps=steps, node=node)
+        return Draw(sample, at, steps, node)
+
+    def _note(self, draw: Draw, step: StepBuilder) -> None:
         self._draws.setdefault(step.step_id, []).append(draw)
 
     def _settle(self, sample: Sample) -> None:

@@ -31,11 +31,6 @@ class Sample:
         """Generated, known or not."""
         return len(self.tokens) + self.pending
 
-    @property
-    def next_input(self) -> int:
-        """The last generated token, or where the device keeps it."""
-        return -1 - self.slot if self.pending else self.tokens[-1]
-
     def take(self, draw: "Draw", drawn: Drawn, job: GenerateJob, news: list[SampleToken]) -> bool:
         """Add the tokens of a draw, up to the sample's last, to `news` too. False: there is one
         that could not be drawn."""

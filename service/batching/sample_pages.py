@@ -32,8 +32,20 @@ class SamplePages:
 
     def make_room(self, branch: Branch, tokens: int, step: StepBuilder) -> Room:
         """Give the branch of a sample pages for that many tokens."""
-        if not branch.missing_pages(tokens):
+        missing = branch.missing_pages(tokens)
+        if not missing:
             return Room.FOUND
+        if branch.has_started:
+            if step.pages_blocked:
+                return Room.NONE
+            pages = self._cache.allocate(missing, after=branch.last_page)
+            if pages is None:
+                return Room.NONE
+            branch.add_pages(pages)
+            return Room.FOUND
+        return self._begin(branch, tokens, step)
+
+    def _begin(self, branch: Branch, tokens: int, step: StepBuilder) -> Room:
         if not self._cache.can_extend(branch, step):
             return Room.LATER
         if step.pages_blocked or not self._cache.extend(branch, tokens, step):

@@ -32,10 +32,22 @@ class _Decodes:
     def __init__(self) -> None:
         self.tokens: list[int] = []
         self.starts: list[int] = []
-        self.steps: list[int] = []
+        self.ends: list[int] = []  # behind the last
         self.kernels: list[int] = []
         self.pages: list[list[int]] = []  # that the row's tokens go to
-        self.chains: list[StoredChain] = []  # as long as they will be
+        self.branches: list[Branch] = []
+
+    @property
+    def steps(self) -> Int32:
+        return np.array(self.ends, np.int32) - np.array(self.starts, np.int32)
+
+    @property
+    def chains(self) -> list[StoredChain]:
+        """As long as they will be."""
+        return [
+            StoredChain(branch.table, end, branch.own_key)
+            for branch, end in zip(self.branches, self.ends, strict=True)
+        ]
 
     def slots(self, repeat: int, page_size: int) -> Int32:
         """[repeat * rows] -1: the row counts no more."""
@@ -45,7 +57,7 @@ class _Decodes:
             return pages * page_size + starts % page_size
         first = indptr_of(np.array([len(p) for p in self.pages], np.int32))[:-1]
         sub_step = np.arange(repeat, dtype=np.int32)[:, None]
-        counts = sub_step < np.array(self.steps, np.int32)
+        counts = sub_step < self.steps
         at, offset = np.divmod(starts % page_size + sub_step, page_size)
         slots = pages[np.where(counts, first + at, 0)] * page_size + offset
         return np.where(counts, slots, -1).ravel()
@@ -66,19 +78,18 @@ class StepRows:
     def num_decodes(self) -> int:
         return len(self._decodes.tokens)
 
-    def add_decode(self, token: int, start: int, steps: int, branch: Branch, kernel: int) -> int:
-        """Add a row at position `start` of a branch that has pages for `steps` tokens more, and in
-        a burst as many rows behind it; returns the row."""
+    def add_decode(self, token: int, start: int, end: int, branch: Branch, kernel: int) -> int:
+        """Add a row at position `start` of a branch that has pages up to `end`; in a burst it goes
+        on through the positions before that. Returns the row."""
         size, decodes = self._page_size, self._decodes
         decodes.tokens.append(token)
         decodes.starts.append(start)
-        decodes.steps.append(steps)
+        decodes.ends.append(end)
         decodes.kernels.append(kernel)
-        end = start + steps
-        decodes.pages.append(branch.table[start // size : -(-end // size)].tolist())
-        decodes.chains.append(StoredChain(branch.table, end, branch.own_key))
-        if steps > self.repeat:
-            self.repeat = steps
+        decodes.pages.append(branch.table[start // size : (end - 1) // size + 1].tolist())
+        decodes.branches.append(branch)
+        if end - start > self.repeat:
+            self.repeat = end - start
         self.num_rows += 1
         return self.num_rows - 1
 
@@ -140,8 +151,7 @@ class StepRows:
         stored = [s.chain for s in self._segments if s.chain is not None]
         forest = self._forests.build(self._decodes.chains + stored)
         if self.repeat > 1:  # each row has a leaf of its own
-            ahead = np.array(self._decodes.steps, np.int32) - 1
-            forest.node_tokens[forest.chain_node] -= ahead
+            forest.node_tokens[forest.chain_node] -= self._decodes.steps - 1
         plan.node_parent = pack_int32(forest.node_parent)
         plan.node_page_indptr = pack_int32(forest.node_page_indptr)
         plan.node_pages = pack_int32(forest.node_pages)

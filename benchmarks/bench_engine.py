@@ -16,7 +16,7 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import plot_engine
-from engine_vllm import StartVllm, VllmOptions
+from engine_peer import PeerOptions, StartEngine
 from rich.console import Console
 
 from stemserve.service.bench.client_pool import ClientFailed
@@ -31,6 +31,7 @@ from stemserve.service.bench.target import FULL, QUICK
 from stemserve.service.client_errors import ClientError
 
 HERE = Path(__file__).parent
+SCRIPTS = {"vllm": "vllm_engine.py", "sglang": "sglang_engine.py"}
 GIB = 1 << 30
 QUICK_SECONDS = 3.0  # of a rate of the open loop
 # With a peer, each engine has so much KV, and room for what its steps need beside it.
@@ -42,7 +43,7 @@ def parse_options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--peer", choices=("vllm", "none"), default="none")
+    parser.add_argument("--peer", choices=("none", *SCRIPTS), default="none")
     parser.add_argument(
         "--rows", action="append", metavar="GLOB", help="only rows with such a name; also often"
     )
@@ -56,8 +57,13 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument(
         "--checkpoints", type=Path, metavar="DIR", help="of Qwen3-0.6B/ and Qwen3-4B/; else random"
     )
-    parser.add_argument("--vllm-python", default=sys.executable, metavar="FILE")
-    parser.add_argument("--vllm-path", default="", metavar="PATH", help="PYTHONPATH of that Python")
+    parser.add_argument(
+        "--peer-python", default=sys.executable, metavar="FILE", help="of the peer's environment"
+    )
+    parser.add_argument("--peer-path", default="", metavar="PATH", help="PYTHONPATH of that Python")
+    parser.add_argument(
+        "--peer-options", default="", metavar="WORDS", help="of the peer's script, in one argument"
+    )
     parser.add_argument("--logs", type=Path, metavar="DIR", help="keep the engines' logs there")
     parser.add_argument("--output", type=Path, metavar="FILE", help="instead of engine.json")
     return parser.parse_args()
@@ -108,10 +114,10 @@ def main() -> int:
         logs = options.logs or work
         logs.mkdir(parents=True, exist_ok=True)
         start_peer, folders = None, options.checkpoints
-        if options.peer == "vllm" and rows:
+        if options.peer != "none" and rows:
             models = tuple(dict.fromkeys(row.model for row in rows))
             folders = folders or write_checkpoints(models, work, console)
-            start_peer = StartVllm(options=vllm_options(options, logs))
+            start_peer = StartEngine(options=peer_options(options, logs))
         plan = suite_plan(options, rows, folders, logs)
         if not plan.rows and plan.open_loop is None:
             print(f"no row is named {', '.join(options.rows)}; see --list", file=sys.stderr)
@@ -128,13 +134,17 @@ def main() -> int:
     return 0
 
 
-def vllm_options(options: argparse.Namespace, logs: Path) -> VllmOptions:
-    return VllmOptions(
-        python=options.vllm_python,
-        path=options.vllm_path,
-        memory=PEER_MEMORY,
-        kv_bytes=KV_BYTES,
-        max_model_len=max(shape.context_tokens for shape in SHAPES.values()),
+def peer_options(options: argparse.Namespace, logs: Path) -> PeerOptions:
+    longest = max(shape.context_tokens for shape in SHAPES.values())
+    words = ["--memory", str(PEER_MEMORY), "--max-model-len", str(longest)]
+    if options.peer == "vllm":
+        words += ["--kv-bytes", str(KV_BYTES)]
+    return PeerOptions(
+        name=options.peer,
+        python=options.peer_python,
+        path=options.peer_path,
+        script=HERE / SCRIPTS[options.peer],
+        words=(*words, *shlex.split(options.peer_options)),
         logs=logs,
         rounds=2 if options.quick else 4,
     )

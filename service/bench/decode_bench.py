@@ -62,6 +62,7 @@ def _more(
     return more | {
         "server_tpot_ms": _ms(grown.total("time_per_output_token_seconds_sum"), told),
         "device_ms_a_token": _ms(busy, decoded),
+        "worker_ms_a_token": _ms(busy + idle, decoded),
         "gpu_idle_fraction": rounded(idle / (busy + idle)) if busy else None,
         "device_busy_s": rounded(busy),
         "device_idle_s": rounded(idle),

@@ -52,6 +52,7 @@ def measure_score(target: Target, row: ScoreRow) -> MeasuredRow:
         and max(warm.computed) <= row.call_item_tokens,
         "engine_ms": median_ms(cold.engine_seconds),
         "outside_engine_ms": median_ms(cold.outside_seconds),
+        "outside_engine_kept": _is_kept(cold),
         "kv_avoided_bytes": median(cold.avoided_bytes) if cold.avoided_bytes else None,
         **_worker_times(grown, target.repeats.score),
     }
@@ -119,6 +120,13 @@ def _checked(
     collected.computed.append(answer.usage.computed_tokens)
     collected.avoided_bytes.append(answer.usage.kv_avoided_bytes)
     return answer
+
+
+def _is_kept(collected: _Collected) -> bool | None:
+    """Whether a call takes 10 % or 2 ms, the larger, more than the engine alone."""
+    if not collected.engine_seconds:
+        return None
+    return median(collected.outside_seconds) <= max(0.002, 0.1 * median(collected.engine_seconds))
 
 
 def _worker_times(grown: Reading, rounds: int) -> dict[str, float | bool | None]:

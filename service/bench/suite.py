@@ -8,6 +8,7 @@ from pathlib import Path
 
 from stemserve.service.bench.client_pool import ClientPool
 from stemserve.service.bench.decode_bench import measure_decode
+from stemserve.service.bench.facts import gpu_name
 from stemserve.service.bench.measured import MeasuredRow
 from stemserve.service.bench.models import SHAPES
 from stemserve.service.bench.open_loop import OpenLoop, measure_open_loop
@@ -20,6 +21,8 @@ from stemserve.service.bench.target import FULL, Repeats, Target, describe
 from stemserve.service.bench.tokens import TokenSource
 from stemserve.service.client_errors import ClientError
 
+STEP_TOKENS = "--max-step-tokens"
+GPU_STEP_TOKENS = 16_384  # rows of a step: a server's default is for a CPU
 NO_PEER = PeerRow(peer="none", peer_ms=None, why="no peer was asked for (--peer)")
 
 
@@ -44,6 +47,16 @@ class SuitePlan:
     folders: Path | None = None  # of the models; else one with a config.json is made for each
     random_weights: bool = True
     log: Path | None = None  # of the servers; else it goes with the run
+
+    @property
+    def server_words(self) -> list[str]:
+        """Of `stemserve serve`, beside its model."""
+        words = [*self.serve_options]
+        if self.random_weights:
+            words += ["--load-format", "dummy"]
+        if gpu_name() is not None and STEP_TOKENS not in words:
+            words += [STEP_TOKENS, str(GPU_STEP_TOKENS)]
+        return words
 
     @property
     def models(self) -> tuple[str, ...]:
@@ -119,9 +132,7 @@ class Suite:
             server = self._plan.server
             if server is None:
                 self._doing(f"{folder.name}: starting the server")
-                options = ["--model", str(folder), *self._plan.serve_options]
-                if self._plan.random_weights:
-                    options += ["--load-format", "dummy"]
+                options = ["--model", str(folder), *self._plan.server_words]
                 started = stack.enter_context(running_server(options, log=log))
                 server = Running(address=started.address, metrics_url=started.metrics_url)
             vocab = describe(server.address).vocab_size

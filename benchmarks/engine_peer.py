@@ -1,4 +1,11 @@
-"""vLLM as the peer of bench_engine.py: its process, and the rows as it does them."""
+"""A peer of bench_engine.py in a process of its own: JSON lines to it, JSON lines from it.
+
+Its first line is {"version": ...}, once the engine has started. Then it is asked:
+  {"kind": "score", "prefixes": [[id]], "items": [[[id]]], "label_ids": [a, b]}: the items of each
+    prefix, all calls at once; the labels' log-probabilities are read.
+  {"kind": "decode", "prefix": [id], "own": [[id]], "new_tokens": n}: a request for each of own.
+It answers {"seconds": s, "logprobs": [...]}: of the labels by item, or of each first token.
+"""
 
 import json
 import os
@@ -17,42 +24,39 @@ from stemserve.service.bench.peer import Peer, PeerRow
 from stemserve.service.bench.rows import DecodeRow, Row, ScoreRow
 from stemserve.service.bench.tokens import TokenSource
 
-SCRIPT = Path(__file__).with_name("engine_peer_vllm.py")
 STOP_S = 30.0
 
 
-class VllmFailed(Exception):
+class PeerFailed(Exception):
     """The peer's process ended; the message has the end of what it wrote."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class VllmOptions:
-    python: str  # of an environment with vLLM
+class PeerOptions:
+    name: str
+    python: str  # of an environment with the peer
     path: str  # its PYTHONPATH
-    memory: float  # share of the GPU's
-    kv_bytes: int | None
-    max_model_len: int
+    script: Path
+    words: tuple[str, ...]  # of the script, beside --model FOLDER
     logs: Path  # folder
     rounds: int  # counted; one more warms up
 
 
-class VllmPeer:
-    """Offline `LLM.generate`, prefix caching and CUDA graphs on: one token for each item."""
-
-    def __init__(self, process: "subprocess.Popen[str]", log: Path, rounds: int) -> None:
+class EnginePeer:
+    def __init__(self, process: "subprocess.Popen[str]", log: Path, options: PeerOptions) -> None:
         if process.stdin is None or process.stdout is None:
             raise ValueError("the peer's standard input and output are pipes")
         self._requests: IO[str] = process.stdin
         self._answers: IO[str] = process.stdout
         self._log = log
-        self._rounds = rounds
-        self._name = "vLLM"
+        self._rounds = options.rounds
+        self._name = options.name
         self._failure = ""
 
     def wait(self) -> None:
         try:
-            self._name = f"vLLM {self._read()['version']}"
-        except (VllmFailed, OSError) as error:
+            self._name += f" {self._read()['version']}"
+        except (PeerFailed, OSError) as error:
             self._failure = str(error)
 
     def measure(self, row: Row, tokens: TokenSource) -> PeerRow:
@@ -62,7 +66,7 @@ class VllmPeer:
             if isinstance(row, ScoreRow):
                 return self._score(row, tokens)
             return self._decode(row, tokens)
-        except (VllmFailed, OSError) as error:
+        except (PeerFailed, OSError) as error:
             return PeerRow(peer=self._name, peer_ms=None, why=str(error))
 
     def _score(self, row: ScoreRow, tokens: TokenSource) -> PeerRow:
@@ -111,27 +115,24 @@ class VllmPeer:
         line = self._answers.readline()
         if not line:
             said = self._log.read_text(errors="replace").strip().splitlines() or ["nothing"]
-            raise VllmFailed(f"vLLM ended: {said[-1][-500:]}")
+            raise PeerFailed(f"{self._name} ended: {said[-1][-500:]}")
         answer: dict[str, Any] = json.loads(line)
         return answer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StartVllm:
-    options: VllmOptions
+class StartEngine:
+    options: PeerOptions
 
     @contextmanager
     def __call__(self, model: str, folder: Path) -> Generator[Peer]:
         options = self.options
-        log = options.logs / f"vllm-{folder.name}.log"
-        words = ["--model", str(folder), "--memory", str(options.memory)]
-        words += ["--max-model-len", str(options.max_model_len)]
-        if options.kv_bytes is not None:
-            words += ["--kv-bytes", str(options.kv_bytes)]
+        log = options.logs / f"{options.name}-{folder.name}.log"
+        command = [options.python, str(options.script), "--model", str(folder), *options.words]
         environment = {**os.environ, "PYTHONPATH": options.path}
         with log.open("w") as errors:
             process = subprocess.Popen(
-                [options.python, str(SCRIPT), *words],
+                command,
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=errors,
@@ -139,7 +140,7 @@ class StartVllm:
                 env=environment,
             )
             try:
-                yield VllmPeer(process, log, options.rounds)
+                yield EnginePeer(process, log, options)
             finally:
                 process.communicate()
                 _stop(process)

@@ -1,10 +1,7 @@
-"""vLLM, offline, as a peer. Run by the Python of its own environment: JSON lines in and out.
+"""vLLM, offline, as a peer of bench_engine.py: see engine_peer.py for what it is asked.
 
-The first line out says {"version": ...} once the engine has started. Then, in:
-  {"kind": "score", "prefixes": [[id]], "items": [[[id]]], "label_ids": [a, b]}: the items of each
-    prefix; one token is generated for each, and the labels' log-probabilities are read.
-  {"kind": "decode", "prefix": [id], "own": [[id]], "new_tokens": n}: a request for each of own.
-Out: {"seconds": s, "logprobs": [...]}: of the labels by prompt, or of each first token.
+Prefix caching and CUDA graphs are on; one token is generated for each item of a Score row. It is
+run by the Python of its own environment.
 """
 
 import argparse

@@ -4,9 +4,10 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import engine_peer
 import numpy as np
 import pytest
-from engine_vllm import StartVllm, VllmOptions
+from engine_peer import PeerOptions, StartEngine
 from tests.benchmarks.toy_vllm import write_toy
 
 from stemserve.service.bench.peer import Peer
@@ -16,13 +17,13 @@ from stemserve.service.bench.tokens import TokenSource
 TOKENS = TokenSource(vocab=500, seed=9)
 
 
-def options(path: str, logs: Path) -> VllmOptions:
-    return VllmOptions(
+def options(path: str, logs: Path) -> PeerOptions:
+    return PeerOptions(
+        name="vllm",
         python=sys.executable,
         path=path,
-        memory=0.2,
-        kv_bytes=1 << 20,
-        max_model_len=64,
+        script=Path(engine_peer.__file__).with_name("vllm_engine.py"),
+        words=("--memory", "0.2", "--kv-bytes", "1000000", "--max-model-len", "64"),
         logs=logs,
         rounds=3,
     )
@@ -31,7 +32,7 @@ def options(path: str, logs: Path) -> VllmOptions:
 @pytest.fixture
 def peer(tmp_path: Path) -> Iterator[Peer]:
     path = str(write_toy(tmp_path / "toy"))
-    with StartVllm(options=options(path, tmp_path))("0.6B", tmp_path / "Some-Model") as started:
+    with StartEngine(options=options(path, tmp_path))("0.6B", tmp_path / "Some-Model") as started:
         started.wait()
         yield started
 
@@ -43,7 +44,7 @@ def toy_logprob(tokens: list[int], token_id: int) -> float:
 def test_a_score_row_has_log_probabilities_by_call_item_and_label(peer: Peer) -> None:
     row = ScoreRow(model="0.6B", prefix_tokens=7, item_tokens=3, items=4, calls=2)
     measured = peer.measure(row, TOKENS)
-    assert measured.peer == "vLLM 0.0.toy" and measured.peer_ms is not None
+    assert measured.peer == "vllm 0.0.toy" and measured.peer_ms is not None
     assert len(measured.rounds_ms) == 3
     work = TOKENS.score_round(row, 0)
     wanted = [
@@ -72,7 +73,7 @@ def test_a_peer_that_ends_says_why_in_each_row_from_then_on(peer: Peer) -> None:
 
 def test_a_peer_that_does_not_start_says_why_in_every_row(tmp_path: Path) -> None:
     row = ScoreRow(model="0.6B", prefix_tokens=7, item_tokens=3, items=4, calls=2)
-    start = StartVllm(options=options(str(tmp_path), tmp_path))
+    start = StartEngine(options=options(str(tmp_path), tmp_path))
     with start("0.6B", tmp_path / "Some-Model") as peer:
         peer.wait()
         measured = peer.measure(row, TOKENS)

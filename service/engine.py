@@ -55,6 +55,10 @@ class Engine(Protocol):
         node, how many of its tokens are in the cache. Runs nothing."""
         ...
 
+    async def check_rates(self, tenant: str, least_tokens: int) -> None:
+        """Raises QuotaExceeded where a job of so many tokens would be refused with it now."""
+        ...
+
     async def load(self) -> Load: ...
 
     async def pin(self, key: str, tokens: Int32, realm: Realm) -> int:

@@ -165,11 +165,11 @@ class Admission:
                 f"first, which take about {needed_s:.3g} s"
             )
 
-    def _charge(self, ticket: Ticket, demand: Demand) -> None:
-        quota, now = self._quotas.get(ticket.tenant), ticket.submitted_s
+    def check_rates(self, tenant: str, tokens: float, now: float) -> None:
+        """Raises QuotaExceeded where a tenant may not have another call of so many tokens now."""
+        quota = self._quotas.get(tenant)
         if quota is None:
             return
-        tokens = demand.tokens + demand.cached_tokens * CACHED_CHARGE
         for what, bucket, amount in (
             ("requests", quota.requests, 1.0),
             ("tokens", quota.tokens, tokens),
@@ -177,12 +177,18 @@ class Admission:
             wait_s = bucket.wait_s(amount, now)
             if wait_s > 0:
                 raise QuotaExceeded(
-                    f"tenant {ticket.tenant} is over its {what} a second",
+                    f"tenant {tenant} is over its {what} a second",
                     subject=f"{what}_per_second",
                     retry_after_s=_retry_s(wait_s),
                 )
-        quota.requests.take(1.0, now)
-        quota.tokens.take(tokens, now)
+
+    def _charge(self, ticket: Ticket, demand: Demand) -> None:
+        tenant, now = ticket.tenant, ticket.submitted_s
+        tokens = demand.tokens + demand.cached_tokens * CACHED_CHARGE
+        self.check_rates(tenant, tokens, now)
+        if (quota := self._quotas.get(tenant)) is not None:
+            quota.requests.take(1.0, now)
+            quota.tokens.take(tokens, now)
 
     def _full(self, found: str, tokens: int) -> QueueFull:
         wait_s = self._speed.seconds(tokens)

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 
 from stemserve.proto.v1 import worker_pb2
-from stemserve.service.batching.admission import Admission
+from stemserve.service.batching.admission import CACHED_CHARGE, Admission
 from stemserve.service.batching.admission import BatcherLimits as BatcherLimits
 from stemserve.service.batching.answers import Answers
 from stemserve.service.batching.burst_size import BurstSize
@@ -175,6 +175,11 @@ class Batcher:
             num_classes=len(self._facts.class_labels),
         )
 
+    def check_rates(self, tenant: str, least_tokens: int) -> None:
+        """Raises QuotaExceeded for a call of a tenant that would be refused with QuotaExceeded, if
+        it has so many tokens, even if all of them are cached."""
+        self._admission.check_rates(tenant, least_tokens * CACHED_CHARGE, self._clock())
+
     def load(self) -> Load:
         free = self._cache.allocator.num_free
         cached = self._cache.tree.num_unreferenced
@@ -236,7 +241,7 @@ class Batcher:
             step = StepBuilder(
                 self._next_step_id,
                 page_size=self._facts.page_size,
-                max_rows=self._budget.rows,
+                max_rows=self._budget.of_step(self._jobs.pending_tokens),
                 most_rows=self._limits.max_step_tokens,
                 forests=self._forests,
             )

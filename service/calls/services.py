@@ -17,6 +17,7 @@ from stemserve.proto.v1 import (
     prefixes_pb2,
     prefixes_pb2_grpc,
 )
+from stemserve.service.caller import current_caller
 from stemserve.service.calls.context_encoder import ContextEncoder
 from stemserve.service.calls.generate_runner import GenerateRunner
 from stemserve.service.calls.generation import GenerateEncoder
@@ -69,7 +70,11 @@ class Services:
             max_prefixes=limits.max_prefixes, max_tokens=limits.max_prefix_tokens
         )
         registry = PrefixRegistry(bounds, clock=time.monotonic)
-        pool = TokenizerPool(tokenizer, executor, long_executor=long_executor)
+
+        async def admit(least_tokens: int) -> None:
+            await engine.check_rates(current_caller().tenant, least_tokens)
+
+        pool = TokenizerPool(tokenizer, executor, long_executor=long_executor, admit=admit)
         contexts = ContextEncoder(pool, registry, vocab_size=facts.vocab_size, limits=limits)
         score = ScoreRunner(ScoreEncoder(contexts, pool, limits, facts), engine, metrics)
         generate = GenerateRunner(

@@ -1,7 +1,7 @@
 """Text to token ids and back."""
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cached_property
@@ -17,6 +17,7 @@ from stemserve.service.request import Int32
 
 LONG_CHARACTERS = 1 << 16  # tens of milliseconds
 T = TypeVar("T")
+Admit = Callable[[int], Awaitable[None]]  # raises RequestError where so many tokens are refused
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,6 +83,10 @@ class Tokenizer:
         return PackedTokens(tokens=tokens, indptr=indptr)
 
 
+async def anything(least_tokens: int) -> None:
+    """Refuses nothing."""
+
+
 class TokenizerPool:
     """Encodes in a few threads, so that the event loop never waits for a long text. Long texts have
     threads of their own, so that short ones never wait for them either."""
@@ -92,10 +97,14 @@ class TokenizerPool:
         executor: ThreadPoolExecutor,
         *,
         long_executor: ThreadPoolExecutor,
+        admit: Admit = anything,
     ) -> None:
+        """`admit` is asked before a long text takes a thread, with the fewest tokens it can be."""
         self.tokenizer = tokenizer
         self._executor = executor
         self._long_executor = long_executor
+        self._admit = admit
+        self._longest_token = max(map(len, tokenizer.token_bytes), default=1)  # bytes
 
     async def encode_front(self, texts: Sequence[str]) -> tuple[Int32, ...]:
         if not texts:
@@ -111,6 +120,8 @@ class TokenizerPool:
         return await self._run(self.tokenizer.encode_continuations, texts)
 
     async def _run(self, encode: Callable[[Sequence[str]], T], texts: Sequence[str]) -> T:
-        is_long = sum(map(len, texts)) > LONG_CHARACTERS
-        executor = self._long_executor if is_long else self._executor
+        characters, executor = sum(map(len, texts)), self._executor
+        if characters > LONG_CHARACTERS:
+            await self._admit(characters // max(1, self._longest_token))
+            executor = self._long_executor
         return await asyncio.get_running_loop().run_in_executor(executor, encode, texts)

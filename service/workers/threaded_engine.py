@@ -133,6 +133,9 @@ class ThreadedEngine:
             predictions.append(step)
         return predictions
 
+    async def check_rates(self, tenant: str, least_tokens: int) -> None:
+        await self._ask(lambda batcher: batcher.check_rates(tenant, least_tokens))
+
     async def load(self) -> Load:
         return await self._ask(lambda batcher: batcher.load())
 

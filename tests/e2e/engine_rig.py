@@ -179,6 +179,9 @@ class InProcessEngine:
         explained: list[ExplainedPlan] = list(self._batcher.explain(job))
         return [(plan, self._runner.predict(plan), cached) for plan, cached in explained]
 
+    async def check_rates(self, tenant: str, least_tokens: int) -> None:
+        self._batcher.check_rates(tenant, least_tokens)
+
     async def load(self) -> Load:
         return self._batcher.load()
 

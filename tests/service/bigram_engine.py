@@ -69,6 +69,7 @@ class BigramEngine:
             kv_bytes_per_token=8,
         )
         self.jobs: list[Job] = []
+        self.rate_checks: list[tuple[str, int]] = []
         self.failed_units: list[int] = []
         self.unread_units: list[int] = []
         self.error: Exception | None = None
@@ -157,6 +158,9 @@ class BigramEngine:
         self, job: Job
     ) -> list[tuple[worker_pb2.StepPlan, worker_pb2.PredictResponse, Int32]]:
         raise NotImplementedError
+
+    async def check_rates(self, tenant: str, least_tokens: int) -> None:
+        self.rate_checks.append((tenant, least_tokens))
 
     async def load(self) -> Load:
         return Load(

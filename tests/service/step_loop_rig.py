@@ -143,6 +143,9 @@ class CountingBatcher:
     def expire(self) -> list[Event]:
         return []
 
+    def check_rates(self, tenant: str, least_tokens: int) -> None:
+        raise AssertionError("nobody asked for it")
+
     def pin(self, key: str, tokens: Int32, realm: Realm) -> int:
         return 0
 

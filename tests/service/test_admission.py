@@ -145,6 +145,19 @@ def test_cached_tokens_cost_a_tenant_little_but_something() -> None:
         gate.check(ticket(tenant="a"), cached, backlog())
 
 
+def test_what_a_tenant_may_not_have_now_is_known_before_its_tokens_are() -> None:
+    gate = admission(a=TenantShare(tokens_per_second=100.0), b=TenantShare())
+    gate.check_rates("a", 200.0, NOW)  # changes nothing
+    gate.check(ticket(tenant="a"), Demand(pages=1, samples=1, tokens=150), backlog())
+    gate.check_rates("a", 50.0, NOW)
+    with pytest.raises(QuotaExceeded, match="tokens a second") as refusal:
+        gate.check_rates("a", 60.0, NOW)
+    assert refusal.value.retry_after_s == pytest.approx(0.1)
+    gate.check_rates("a", 60.0, NOW + 0.11)
+    for tenant in ("b", ""):
+        gate.check_rates(tenant, 1e9, NOW)
+
+
 def test_a_refused_call_costs_its_tenant_nothing() -> None:
     gate = admission(a=TenantShare(requests_per_second=1.0))
     full = replace(backlog(), requests={"a": 3}, tokens={"a": 0})

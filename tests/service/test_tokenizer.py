@@ -13,6 +13,7 @@ from tests.service.serving import BOS_ID, BYTE_VOCABULARY, byte_encoder, byte_to
 from tokenizers import Tokenizer as Encoder
 from tokenizers import decoders, models, normalizers, processors
 
+from stemserve.service.errors import QuotaExceeded
 from stemserve.service.text.gguf_metadata import read_gguf_metadata
 from stemserve.service.text.tokenizer import LONG_CHARACTERS, Tokenizer, TokenizerPool
 from stemserve.service.text.tokenizer_files import load_tokenizer, no_tokenizer
@@ -192,6 +193,24 @@ async def test_the_pool_encodes_as_the_tokenizer_does() -> None:
         (front,) = await pool.encode_front(["ab"])
         assert front.tolist() == tokenizer.encode_front(["ab"])[0].tolist()
         assert await pool.encode_front([]) == ()
+
+
+async def test_a_long_text_that_is_refused_is_not_tokenised() -> None:
+    asked: list[int] = []
+
+    async def refuse(least_tokens: int) -> None:
+        asked.append(least_tokens)
+        raise QuotaExceeded("over the rate", subject="tokens_per_second", retry_after_s=1.0)
+
+    with ThreadPoolExecutor(1) as executor, ThreadPoolExecutor(1) as long_executor:
+        pool = TokenizerPool(byte_tokenizer(), executor, long_executor=long_executor, admit=refuse)
+        await pool.encode_continuations(["a" * LONG_CHARACTERS])
+        assert not asked
+        long_executor.shutdown()  # an encoding that took a thread would fail otherwise
+        with pytest.raises(QuotaExceeded):
+            await pool.encode_continuations(["é" * LONG_CHARACTERS, "b"])
+    longest = max(map(len, byte_tokenizer().token_bytes))
+    assert asked == [(LONG_CHARACTERS + 1) // longest]
 
 
 async def test_short_texts_do_not_wait_for_long_ones() -> None:

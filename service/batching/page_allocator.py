@@ -46,6 +46,8 @@ class PageAllocator:
             self._is_free[pages] = False
             return pages
         self._state[first : first + count] = TAKEN * count
+        if count == 1:
+            return np.array([first], np.int32)
         return np.arange(first, first + count, dtype=np.int32)
 
     def free(self, pages: Sequence[int] | Int32) -> None:

@@ -235,6 +235,8 @@ class Batcher:
                 self._answers.expire(job, now)
 
     def _build_step(self) -> tuple[worker_pb2.StepPlan, IssuedStep] | None:
+        if not self._planner.may_find_rows:
+            return None
         self._planner.suspend_yielding()
         # Each turn but the last suspends a generation, so that the others find pages.
         for _ in range(len(self._jobs.running) + 1):

@@ -31,6 +31,13 @@ class StepPlanner:
         self._waiting_is_stuck = False  # the last step had room, but no pages or slots
         self._passed_over: set[int] = set()  # generations that found no room in the last step
 
+    @property
+    def may_find_rows(self) -> bool:
+        """False: all that is left to do is in flight."""
+        return len(self._jobs.waiting) > 0 or any(
+            isinstance(job, GenerateProgress) or job.has_rows_to_plan for job in self._jobs.running
+        )
+
     def plan(self, step: StepBuilder) -> None:
         step.max_steps = self._burst_steps()
         self._plan_decodes(step)

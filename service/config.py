@@ -198,7 +198,7 @@ class WorkerConfig:
             "--gpu-memory-utilization": self.gpu_memory_utilization,
             "--kv-cache-dtype": self.kv_cache_dtype,
             "--page-size": self.page_size,
-            "--max-step-tokens": max_step_tokens,
+            "--max-step-tokens": max_step_tokens or None,
             "--threads": self.threads,
             "--max-burst-steps": self.max_burst_steps,
             "--kernel": self.kernel,

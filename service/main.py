@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import uvloop
@@ -71,7 +71,6 @@ class _Core:
 
     def __init__(self, config: ServiceConfig, launch: Callable[[], WorkerHost]) -> None:
         limits = BatcherLimits(
-            max_step_tokens=config.limits.max_step_tokens,
             max_queued_requests=config.limits.max_queued_requests,
             max_queued_tokens=config.limits.max_queued_tokens,
             max_queued_s=config.limits.max_queued_ms / 1e3,
@@ -85,6 +84,11 @@ class _Core:
                 for name, tenant in config.tenants.items()
             },
         )
+
+        def make_batcher(facts: WorkerFacts) -> Batcher:
+            rows = config.limits.on(facts.device).max_step_tokens
+            return Batcher(facts, replace(limits, max_step_tokens=rows), clock=time.monotonic)
+
         registry = CollectorRegistry()
         inbox: Inbox = queue.SimpleQueue()
         self.registry = registry
@@ -93,7 +97,7 @@ class _Core:
         self.engine = ThreadedEngine(inbox, max_unread_tokens=config.limits.max_unread_tokens)
         self.step_loop = StepLoop(
             inbox,
-            make_batcher=lambda facts: Batcher(facts, limits, clock=time.monotonic),
+            make_batcher=make_batcher,
             observe=self.metrics.observe_step,
             step_timeout=StepTimeout(
                 least_s=config.worker.step_timeout_least_s, most_s=config.worker.step_timeout_s

@@ -14,7 +14,8 @@ from stemserve.worker.tls import TlsFiles
 PAGE_SIZE = 16
 SAMPLER_SLOTS = 1024
 GPU_MEMORY_UTILIZATION = 0.9
-MAX_STEP_TOKENS = 32_768
+CPU_STEP_TOKENS = 32_768
+GPU_STEP_TOKENS = 9_216  # what memory is measured with; a service asks for no more by itself
 GPU_BURST_STEPS = 8
 LOG_LEVELS = ("debug", "info", "warning", "error")
 
@@ -59,7 +60,7 @@ class WorkerConfig:
     kv_cache_dtype: KvCacheDtype
     page_size: int
     threads: int | None
-    max_step_tokens: int
+    max_step_tokens: int | None  # None: by the device
     sampler_slots: int
     max_burst_steps: int | None  # None: by the device
     kernel: Kernel | None
@@ -211,9 +212,9 @@ def _add_cache(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--max-step-tokens",
         type=positive,
-        default=MAX_STEP_TOKENS,
         metavar="N",
-        help="rows of one step; a larger plan is refused (default: %(default)s)",
+        help="rows of one step; a larger plan is refused "
+        f"(default: {GPU_STEP_TOKENS} on a GPU, {CPU_STEP_TOKENS} on a CPU)",
     )
     group.add_argument(
         "--sampler-slots",

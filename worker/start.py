@@ -12,9 +12,10 @@ from stemserve.kernels.pricing.cost_model import CostTable
 from stemserve.kernels.pricing.cost_table_file import tables_json
 from stemserve.kernels.registry import StrategySet, deterministic_set, strategy_set
 from stemserve.proto.v1 import worker_pb2
-from stemserve.worker.config import GPU_BURST_STEPS, ConfigError, WorkerConfig
+from stemserve.worker.config import ConfigError, WorkerConfig
 from stemserve.worker.costs import device_costs
 from stemserve.worker.device_choice import page_dtype, pick_device, pick_dtype
+from stemserve.worker.device_limits import burst_steps, step_limits
 from stemserve.worker.dispatch import Dispatcher
 from stemserve.worker.forward import Forward
 from stemserve.worker.graphs.score_pieces import capture_pieces, piece_bytes
@@ -75,7 +76,7 @@ def make_parts(config: WorkerConfig, progress: Progress, check: Callable[[], Non
 
     memory = None if device.type == "cpu" else _measure(config, model, make_runner)
     shape = _kv_shape(config, model, memory)
-    limits = _limits(config, model, shape)
+    limits = step_limits(config, model, shape)
     engine = make_engine(_make_pool(shape, device), limits)
     warm_up(engine.runner(), limits)
     before = free_bytes(device)
@@ -197,7 +198,7 @@ def _checking(check: Callable[[], None]) -> Progress:
 
 def _measure(config: WorkerConfig, model: Transformer, make_runner: MakeRunner) -> GpuMemory:
     one_page = _one_page(config, model)
-    limits = _limits(config, model, one_page)
+    limits = step_limits(config, model, one_page)
     graphs = 0
     if _has_graphs(config, model.device):
         graphs = GRAPH_BYTES + piece_bytes(model, limits.max_step_tokens)
@@ -244,27 +245,6 @@ def _make_pool(shape: KvShape, device: torch.device) -> KvPool:
         raise
 
 
-def _limits(config: WorkerConfig, model: Transformer, kv: KvShape) -> StepLimits:
-    return StepLimits(
-        vocab_size=model.config.vocab_size,
-        context_tokens=model.config.context_tokens,
-        page_size=kv.page_size,
-        kv_pages=kv.pages,
-        sampler_slots=config.sampler_slots,
-        max_step_tokens=config.max_step_tokens,
-        has_lm_head=model.config.has_lm_head,
-        classes=len(model.config.class_labels),
-        max_burst_steps=_burst_steps(config, model.device),
-    )
-
-
-def _burst_steps(config: WorkerConfig, device: torch.device) -> int:
-    """A step of a CPU is so long that a burst would only hold its tokens back."""
-    if config.max_burst_steps is not None:
-        return config.max_burst_steps
-    return GPU_BURST_STEPS if device.type == "cuda" else 1
-
-
 def _facts(
     config: WorkerConfig, model: Transformer, kv: KvShape, costs: CostTable
 ) -> worker_pb2.DescribeResponse:
@@ -289,7 +269,7 @@ def _facts(
         kv_bytes_per_token=kv.bytes_per_token,
         kv_dtype=str(kv.dtype).removeprefix("torch."),
         cost_table_json=tables_json([costs]),
-        max_burst_steps=_burst_steps(config, model.device),
+        max_burst_steps=burst_steps(config, model.device),
         deterministic=config.deterministic,
     )
 

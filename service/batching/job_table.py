@@ -46,6 +46,10 @@ class JobTable:
             if priority is None or job.priority >= priority
         )
 
+    def pending_tokens(self) -> int:
+        """That are still to be planned for all jobs."""
+        return self.running_tokens() + self.waiting.num_tokens
+
     def start(self, job: JobProgress) -> None:
         self.waiting.start(job)
         insort(self.running, job, key=_order)

@@ -1,5 +1,9 @@
 """How many rows a step may have: fewer after the worker's memory ran out, and slowly more again."""
 
+from collections.abc import Callable
+
+LONG_STEP = 4096  # rows; a GPU takes a good part of the time of so many for a step of a few
+END_PART = 9  # of a long step
 LEAST_PART = 16  # of the limit: steps do not get smaller than that
 GROWTH_PART = 64  # of what has fitted, after each step that filled its budget
 
@@ -9,6 +13,15 @@ class StepBudget:
         self.rows = most
         self._most = most
         self._least = max(1, most // LEAST_PART)
+
+    def of_step(self, pending: Callable[[], int]) -> int:
+        """Rows that a step may have; `pending`: how many there are in all.
+
+        The end of a long step is for what would else leave a few rows to a step of their own.
+        """
+        if self.rows < LONG_STEP or pending() <= self.rows:
+            return self.rows
+        return self.rows - self.rows // END_PART
 
     def observe(self, rows: int, shortages: int) -> None:
         """A step of some rows was answered; memory ran out so often."""

@@ -64,8 +64,9 @@ class InfoServicer(info_pb2_grpc.InfoServicer):
         self, request: info_pb2.GetLimitsRequest, context: Context
     ) -> info_pb2.GetLimitsResponse:
         facts = self._engine.facts
+        limits = asdict(self._limits.on(facts.device))
         return info_pb2.GetLimitsResponse(
-            **asdict(self._limits), page_size=facts.page_size, kv_pages=facts.kv_pages
+            **limits, page_size=facts.page_size, kv_pages=facts.kv_pages
         )
 
     async def GetLoad(

@@ -192,3 +192,9 @@ async def test_a_long_id_is_not_sent_back() -> None:
             with pytest.raises(ClientError, match="prefix_id: has 257 characters") as refused:
                 await use(long)
             assert refused.value.code is grpc.StatusCode.INVALID_ARGUMENT
+
+
+def test_the_rows_of_a_step_are_those_of_the_device_unless_they_are_set() -> None:
+    assert Limits().on("cpu").max_step_tokens == 512
+    assert Limits().on("cuda").max_step_tokens > 4096
+    assert Limits(max_step_tokens=7).on("cuda").max_step_tokens == 7

@@ -117,3 +117,11 @@ def test_a_call_of_the_step_that_reads_starved_pages_fails_too() -> None:
     assert isinstance(rig.answers["reader"].error, NeverFits)
     finish(rig)
     assert_right(other, rig.answers["other"])
+
+
+def test_the_end_of_a_long_step_is_for_the_last_rows_of_all_work() -> None:
+    budget = StepBudget(9216)
+    assert budget.of_step(lambda: 9216) == 9216
+    assert budget.of_step(lambda: 100) == 9216
+    assert budget.of_step(lambda: 9217) == 8192
+    assert StepBudget(512).of_step(lambda: 513) == 512

@@ -13,6 +13,9 @@ from stemserve.worker.step import Step
 
 log = logging.getLogger(__name__)
 
+# Parts that find no memory though they are as small as can be; then nobody finds any.
+MOST_STARVED = 4
+
 
 class Launched(Protocol):
     @property
@@ -52,6 +55,13 @@ class DividedStep:
         self._shortages = 1
         self._started = time.perf_counter()
         self._divide(Part(start=0, stop=step.num_rows))
+        log.warning(
+            "step %d: ran in %d parts, after memory ran out %d times; %d rows found none",
+            self.step_id,
+            len(self._parts),
+            self._shortages,
+            sum(part.rows for part in self._starved),
+        )
 
     @property
     def step_id(self) -> int:
@@ -67,26 +77,31 @@ class DividedStep:
 
     def _divide(self, part: Part) -> None:
         smaller = halves(self._step, part)
-        if smaller is None:
-            log.error("step %d: no memory for %d rows alone", self.step_id, part.rows)
+        if smaller is None or len(self._starved) >= MOST_STARVED:
             self._starved.append(part)
             return
         for half in smaller:
-            launched = _attempt(self._runner, part_plan(self._plan, self._step, half))
+            launched = self._attempt(half)
             if launched is None:
-                self._shortages += 1
                 self._divide(half)
             else:
                 self._parts.append((half, launched))
 
+    def _attempt(self, part: Part) -> Launched | None:
+        if len(self._starved) >= MOST_STARVED:
+            return None
+        launched = _attempt(self._runner, part_plan(self._plan, self._step, part), logging.DEBUG)
+        self._shortages += launched is None
+        return launched
+
 
 def launch(runner: Runner, plan: worker_pb2.StepPlan) -> Launched:
     """The step as a whole if there is memory for it, else in parts. Raises as `runner.launch`."""
-    whole = _attempt(runner, plan)
+    whole = _attempt(runner, plan, logging.WARNING)
     return DividedStep(runner, plan, runner.decode(plan)) if whole is None else whole
 
 
-def _attempt(runner: Runner, plan: worker_pb2.StepPlan) -> Launched | None:
+def _attempt(runner: Runner, plan: worker_pb2.StepPlan, level: int) -> Launched | None:
     """None: there was no memory."""
     try:
         return runner.launch(plan)
@@ -96,7 +111,7 @@ def _attempt(runner: Runner, plan: worker_pb2.StepPlan) -> Launched | None:
         shortage = str(error).partition("\n")[0]
     # Out here nothing holds the frames of the step, nor what they allocated.
     rows = len(plan.positions) // 4
-    log.warning("step %d: no memory for %d rows at once: %s", plan.step_id, rows, shortage)
+    log.log(level, "step %d: no memory for %d rows at once: %s", plan.step_id, rows, shortage)
     if runner.uses_gpu:
         torch.cuda.empty_cache()
     return None

@@ -109,6 +109,16 @@ def test_a_segment_that_does_not_fit_alone_starves_and_no_other(folder: Path) ->
     np.testing.assert_allclose(values[[0, 1, 3]], expected[[0, 1, 3]], atol=TOLERANCE)
 
 
+def test_where_there_is_no_memory_at_all_that_is_soon_found_out(folder: Path) -> None:
+    plan = PlanBuilder()
+    for number in range(4):
+        plan.prefill(plan.node(60, range(15 * number, 15 * number + 15)), [1] * 60)
+    tiny = runner(folder, 0)
+    found = step(tiny, plan)
+    assert decode_int32("", found.starved_rows).tolist() == list(range(240))
+    assert tiny.model.shortages == found.memory_shortages < 30
+
+
 def test_tokens_drawn_by_an_attempt_that_failed_are_taken_back(folder: Path) -> None:
     """The greedy sample has drawn when memory runs out for the random one."""
     stories: list[list[list[int]]] = []

@@ -53,15 +53,37 @@ TILES = (
 )
 WIDE_TILES = TILES[:-1]  # for float32 results, which take shared memory of their own
 FLOAT32 = ProductTile(rows=32, outputs=64, depth=32, warps=4, stages=2)
+CHECKED_ROWS = 130
 
 
 @functools.lru_cache(maxsize=4096)
 def product_tile(
-    rows: int, outputs: int, width: int, programs: int, out_dtype: torch.dtype
+    rows: int, outputs: int, width: int, programs: int, tiles: tuple[ProductTile, ...] = TILES
 ) -> ProductTile:
-    """The fastest one for 16-bit rows and weights."""
-    tiles = TILES if out_dtype.itemsize == 2 else WIDE_TILES
+    """The fastest one."""
     return min(tiles, key=lambda tile: tile.seconds(rows, outputs, width, programs))
+
+
+def _tiles(weight: Tensor, out_dtype: torch.dtype) -> tuple[ProductTile, ...]:
+    # The interpreter adds up in another order for each depth.
+    if weight.dtype.itemsize > 2 or weight.device.type == "cpu":
+        return (FLOAT32,)
+    return TILES if out_dtype.itemsize == 2 else WIDE_TILES
+
+
+def tiles_agree(
+    weight: Tensor,  # [outputs, width]
+    bias: Tensor | None = None,
+    *,
+    out_dtype: torch.dtype | None = None,
+) -> bool:
+    """Whether all tiles give rows the same bits on this device; compiles them, too."""
+    generator = torch.Generator(weight.device).manual_seed(CHECKED_ROWS)
+    shape = (CHECKED_ROWS, weight.shape[1])
+    x = torch.randn(shape, generator=generator, device=weight.device).to(weight.dtype)
+    tiles = _tiles(weight, out_dtype or weight.dtype)
+    found = [fixed_product(x, weight, bias, out_dtype=out_dtype, tile=tile) for tile in tiles]
+    return all(torch.equal(other, found[0]) for other in found)
 
 
 def fixed_product(
@@ -82,9 +104,8 @@ def fixed_product(
     if not out.numel():
         return out
     programs = programs_of(x.device)
-    if tile is None and x.dtype.itemsize > 2:
-        tile = FLOAT32
-    tile = tile or product_tile(rows, outputs, width, programs, out.dtype)
+    tiles = _tiles(weight, out.dtype)
+    tile = tile or product_tile(rows, outputs, width, programs, tiles)
     KERNELS.product_kernel[(min(tile.count(rows, outputs), programs),)](
         TensorDescriptor.from_tensor(x, [tile.rows, tile.depth]),
         TensorDescriptor.from_tensor(weight, [tile.outputs, tile.depth]),

@@ -66,7 +66,7 @@ def test_a_row_has_the_same_bits_in_any_place_among_any_others() -> None:
 def test_the_tile_is_the_one_that_leaves_few_processors_idle(
     rows: int, outputs: int, rows_of_tile: int
 ) -> None:
-    tile = product_tile(rows, outputs, 1024, 132, torch.bfloat16)
+    tile = product_tile(rows, outputs, 1024, 132)
     assert tile.rows == rows_of_tile
     least = min(other.seconds(rows, outputs, 1024, 132) for other in TILES)
     assert tile.seconds(rows, outputs, 1024, 132) == least

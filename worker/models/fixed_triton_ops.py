@@ -8,38 +8,50 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from stemserve.kernels.fixed.fixed_product import fixed_product
-from stemserve.kernels.fused.fused_logits import (
-    FLOAT32,
-    MANY_ROWS,
-    chosen_logprobs,
-    has_aligned_rows,
-)
+from stemserve.kernels.fixed.fixed_product import fixed_product, tiles_agree
+from stemserve.kernels.fused.fused_logits import chosen_logprobs, has_aligned_rows
 from stemserve.kernels.host_array import index_tensor
 from stemserve.kernels.sampling.draw import draw_tokens
 from stemserve.kernels.sampling.slot_tables import SlotTables
 from stemserve.worker.models.errors import ModelError
 from stemserve.worker.models.layer_ops import Gathered, Likeliest
+from stemserve.worker.models.model_config import ModelConfig
 from stemserve.worker.models.triton_ops import TritonOps
 
 LOGIT_ROWS = 256  # in memory at once
 
 
 class FixedTritonOps(TritonOps):
+    def __init__(self, config: ModelConfig, device: torch.device) -> None:
+        super().__init__(config, device)
+        self._checked: set[tuple[int, ...]] = set()
+
     def linear(self, weight: Tensor, bias: Tensor | None = None) -> "FixedLinear":
+        if weight.shape not in self._checked:
+            check_tiles(weight, bias, weight.dtype)
+            self._checked.add(weight.shape)
         return FixedLinear(weight, bias)
 
     def lm_head(self, weight: Tensor) -> "FixedLmHead":
+        check_tiles(weight, None, torch.float32)
         return FixedLmHead(weight)
+
+
+def check_tiles(weight: Tensor, bias: Tensor | None, out_dtype: torch.dtype) -> None:
+    if not has_aligned_rows(weight):
+        raise ModelError(
+            f"rows of {weight.shape[1]} weights of {weight.dtype} do not start at multiples of 16 "
+            "bytes: no deterministic matrix products"
+        )
+    if not tiles_agree(weight, bias, out_dtype=out_dtype):
+        raise ModelError(
+            f"tiles of a product with weights {tuple(weight.shape)} of {weight.dtype} round "
+            "differently on this GPU: no deterministic results here"
+        )
 
 
 class FixedLinear:
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
-        if not has_aligned_rows(weight):
-            raise ModelError(
-                f"rows of {weight.shape[1]} weights of {weight.dtype} do not start at multiples of "
-                "16 bytes: no deterministic matrix products"
-            )
         self._weight = weight  # [out, in]
         self._bias = bias
 
@@ -54,7 +66,6 @@ class FixedLmHead:
 
     def __init__(self, weight: Tensor) -> None:
         self._weight = weight  # [vocab, hidden]
-        self._tile = FLOAT32 if weight.dtype == torch.float32 else MANY_ROWS
         self._greedy = SlotTables(0, weight.device)  # of the spare slot alone
 
     def logits(self, hidden: Tensor) -> Tensor:
@@ -84,6 +95,6 @@ class FixedLmHead:
         return self.gather_at(hidden, at[0], at[1])
 
     def gather_at(self, hidden: Tensor, rows: Tensor, tokens: Tensor) -> Gathered:
-        chosen = chosen_logprobs(hidden, self._weight, rows, tokens, self._tile)
+        chosen = chosen_logprobs(hidden, self._weight, rows, tokens)
         failed = ~chosen.lse.isfinite()
         return Gathered(chosen.logprobs, chosen.argmax, chosen.likeliest, failed)

@@ -12,6 +12,7 @@ from stemserve.kernels.attention_state import AttentionState, LayerKV
 from stemserve.kernels.codec_division import Division
 from stemserve.kernels.codec_tables import DeviceTables
 from stemserve.kernels.layout import HeadShape
+from stemserve.kernels.overlap import overlap
 
 LOG2E = 1 / math.log(2)
 KERNELS: Any = codec_triton  # untyped: device code
@@ -116,6 +117,7 @@ class TritonTree:
             WIDEN=numbers.dtype == torch.float32 or q.device.type == "cpu",
             num_warps=self._launch.warps,
             maxnreg=self._launch.registers,
+            **overlap(q.device),
         )
 
     def _has_items(self, tables: DeviceTables, kv: LayerKV) -> bool:
@@ -145,6 +147,7 @@ class TritonTree:
             BLOCK=block,
             ROOMY=tables.roomy,
             num_warps=1,
+            **overlap(target.out.device),
         )
 
     def _merge_block(self, rows: int, columns: int) -> tuple[int, int]:

@@ -10,6 +10,7 @@ results with their base-2 log-sum-exp, and the merge adds them up in the plan's 
 
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from stemserve.kernels.codec_pieces import RECORD as _RECORD
 from stemserve.kernels.codec_tiles import MASKED as _MASKED
@@ -98,7 +99,11 @@ def tree_kernel(
     WINDOW: tl.constexpr,
     HAS_ITEMS: tl.constexpr,
     WIDEN: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ) -> None:
+    if OVERLAP:
+        gdc_launch_dependents()
+        gdc_wait()
     GROUP: tl.constexpr = HEADS // KV_HEADS
     PAGES: tl.constexpr = STEP_TOKENS // PAGE
     SIZE: tl.constexpr = RECORD + 2 * PAGES + (TILE_ROWS + GROUP - 1) // GROUP
@@ -209,9 +214,13 @@ def merge_kernel(
     OWN_HEADS: tl.constexpr,
     BLOCK: tl.constexpr,
     ROOMY: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ) -> None:
     """One warp a program, for one head or all of a KV head. Only row vectors and scalars, so that
     nothing is exchanged between threads; a block's loads are all issued before its first use."""
+    if OVERLAP:
+        gdc_launch_dependents()
+        gdc_wait()
     GROUP: tl.constexpr = HEADS // KV_HEADS
     row = tl.program_id(1)
     head = tl.program_id(0) * OWN_HEADS

@@ -2,9 +2,12 @@
 
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from stemserve.kernels.fused import fused_layer_triton
+from stemserve.kernels.fused.parts import parts_of
+from stemserve.kernels.overlap import overlap
 
 KERNELS: Any = fused_layer_triton  # untyped: device code
 BLOCK = 1024
@@ -12,13 +15,22 @@ BLOCK = 1024
 
 def silu_mul(
     gate_up: Tensor,  # [rows, 2 * width], rows may be strided: gates, then what they multiply
+    dtype: torch.dtype | None = None,  # of the result; None: as the input
 ) -> Tensor:  # [rows, width]
-    rows, width = gate_up.shape[0], gate_up.shape[1] // 2
-    if gate_up.stride(1) != 1:
-        raise ValueError("the numbers of a row must lie side by side")
-    out = gate_up.new_empty((rows, width))
+    """`gate_up` may be parts of a sum, [parts, rows, 2 * width]."""
+    parts = parts_of(gate_up)
+    rows, width = parts.rows, parts.width // 2
+    out = gate_up.new_empty((rows, width), dtype=dtype or gate_up.dtype)
     if out.numel():
         KERNELS.gate_kernel[(rows, -(-width // BLOCK))](
-            gate_up, out, gate_up.stride(0), WIDTH=width, BLOCK=BLOCK, num_warps=4
+            gate_up,
+            out,
+            parts.row_stride,
+            parts.part_stride,
+            WIDTH=width,
+            BLOCK=BLOCK,
+            PARTS=parts.parts,
+            num_warps=4,
+            **overlap(gate_up.device),
         )
     return out

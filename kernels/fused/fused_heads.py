@@ -12,7 +12,9 @@ from torch import Tensor
 from stemserve.kernels.fused import fused_layer_triton
 from stemserve.kernels.fused.fused_norm import power_of_2
 from stemserve.kernels.fused.heads import Heads
+from stemserve.kernels.fused.parts import Parts, parts_of
 from stemserve.kernels.layout import HeadShape
+from stemserve.kernels.overlap import overlap
 
 KERNELS: Any = fused_layer_triton  # untyped: device code
 HEADS_AT_ONCE = 16
@@ -26,6 +28,7 @@ class HeadTransform:
     shape: HeadShape
     table: Tensor  # [positions, 2, head_dim / 2] float32, contiguous: cosines, then sines
     eps: float
+    dtype: torch.dtype | None = None  # of the heads; None: that of the projection
 
     def __post_init__(self) -> None:
         if not self.table.is_contiguous():
@@ -49,16 +52,17 @@ class PageTarget:
 
 
 def split_heads(
-    qkv: Tensor,  # [rows, (query_heads + 2 * kv_heads) * head_dim], rows may be strided
+    qkv: Tensor,  # [rows, (query_heads + 2 * kv_heads) * head_dim], rows may be strided; or parts
     positions: Tensor,  # [rows] int32 or int64, below the table's length
     norm: Tensor | None,  # [query_heads + kv_heads, head_dim] gains, contiguous
     transform: HeadTransform,
     target: PageTarget | None,
     into: Heads | None = None,  # contiguous, of the projection's type; None: new ones
 ) -> Heads:
-    shape, rows = transform.shape, len(qkv)
-    heads = into or _empty_heads(qkv, shape)
-    _check(qkv, transform, target)
+    shape, rows = transform.shape, qkv.shape[-2]
+    parts = parts_of(qkv)
+    heads = into or _empty_heads(qkv, rows, transform)
+    _check(parts, heads, transform, target)
     if not rows:
         return heads
     half = shape.head_dim // 2
@@ -75,7 +79,8 @@ def split_heads(
         *heads,
         pages.k_pages,
         pages.v_pages,
-        qkv.stride(0),
+        parts.row_stride,
+        parts.part_stride,
         transform.eps,
         pages.k_scale,
         pages.v_scale,
@@ -88,27 +93,30 @@ def split_heads(
         STORE=target is not None,
         SEVERAL=pages.indptr is not None,
         FP8=pages.k_pages.dtype in PAGE_DTYPES,
+        PARTS=parts.parts,
         num_warps=4,
+        **overlap(qkv.device),
     )
     return heads
 
 
-def _empty_heads(qkv: Tensor, shape: HeadShape) -> Heads:
-    rows, dim = len(qkv), shape.head_dim
+def _empty_heads(qkv: Tensor, rows: int, transform: HeadTransform) -> Heads:
+    shape, dtype = transform.shape, transform.dtype or qkv.dtype
+    kv = (rows, shape.kv_heads, shape.head_dim)
     return Heads(
-        qkv.new_empty((rows, shape.query_heads, dim)),
-        qkv.new_empty((rows, shape.kv_heads, dim)),
-        qkv.new_empty((rows, shape.kv_heads, dim)),
+        qkv.new_empty((rows, shape.query_heads, shape.head_dim), dtype=dtype),
+        qkv.new_empty(kv, dtype=dtype),
+        qkv.new_empty(kv, dtype=dtype),
     )
 
 
-def _check(qkv: Tensor, transform: HeadTransform, target: PageTarget | None) -> None:
+def _check(parts: Parts, heads: Heads, transform: HeadTransform, target: PageTarget | None) -> None:
     shape = transform.shape
     width = (shape.query_heads + 2 * shape.kv_heads) * shape.head_dim
-    if qkv.shape[1] != width or qkv.stride(1) != 1:
-        raise ValueError(f"a row of qkv must be {width} numbers side by side, not {qkv.shape[1]}")
+    if parts.width != width:
+        raise ValueError(f"a row of qkv must be {width} numbers, not {parts.width}")
     if target is None:
         return
     for pages in (target.k_pages, target.v_pages):
-        if pages.dtype not in (qkv.dtype, *PAGE_DTYPES) or not pages.is_contiguous():
-            raise ValueError(f"pages must be contiguous and of {qkv.dtype} or {PAGE_DTYPES}")
+        if pages.dtype not in (heads.k.dtype, *PAGE_DTYPES) or not pages.is_contiguous():
+            raise ValueError(f"pages must be contiguous and of {heads.k.dtype} or {PAGE_DTYPES}")

@@ -7,27 +7,49 @@ Sums are float32; every result is rounded once.
 
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 LOG2E = tl.constexpr(1.4426950408889634)
 FP8_MAX = tl.constexpr(448.0)  # of e4m3; the hardware's cast gives NaN above it
 
 
 @triton.jit
+def _begin(OVERLAP: tl.constexpr) -> None:
+    """The next kernel may start; this one goes on when the one before is done."""
+    if OVERLAP:
+        gdc_launch_dependents()
+        gdc_wait()
+
+
+@triton.jit
+def _added_up(place: tl.tensor, mask: tl.tensor, part: tl.tensor, PARTS: tl.constexpr) -> tl.tensor:
+    """Parts of a sum, every `part` elements; of one part as it is stored, else float32."""
+    value = tl.load(place, mask, other=0.0)
+    for number in tl.static_range(1, PARTS):
+        value += tl.load(place + number * part, mask, other=0.0)
+    return value
+
+
+@triton.jit
 def norm_kernel(
-    x: tl.tensor,  # [rows, HIDDEN], a row every x_stride elements
+    x: tl.tensor,  # [PARTS, rows, HIDDEN], a row every x_stride elements, a part every x_part
     residual: tl.tensor,  # [rows, HIDDEN] contiguous, changed in place; unread without ADD
     weight: tl.tensor,  # [HIDDEN]
     out: tl.tensor,  # [rows, HIDDEN] contiguous
     x_stride: tl.tensor,
+    x_part: tl.tensor,
     eps: tl.tensor,
     HIDDEN: tl.constexpr,
     BLOCK: tl.constexpr,
     ADD: tl.constexpr,
+    PARTS: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ) -> None:
+    _begin(OVERLAP)
     row = tl.program_id(0).to(tl.int64)
     at = tl.arange(0, BLOCK)
     inside = at < HIDDEN
-    value = tl.load(x + row * x_stride + at, inside, other=0.0).to(tl.float32)
+    value = _added_up(x + row * x_stride + at, inside, x_part, PARTS).to(tl.float32)
     gain = tl.load(weight + at, inside, other=0.0).to(tl.float32)
     if ADD:
         place = residual + row * HIDDEN + at
@@ -41,18 +63,22 @@ def norm_kernel(
 
 @triton.jit
 def gate_kernel(
-    gate_up: tl.tensor,  # [rows, 2 * WIDTH], a row every stride elements
+    gate_up: tl.tensor,  # [PARTS, rows, 2 * WIDTH], a row every stride elements, a part every part
     out: tl.tensor,  # [rows, WIDTH] contiguous
     stride: tl.tensor,
+    part: tl.tensor,
     WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,
+    PARTS: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ) -> None:
+    _begin(OVERLAP)
     row = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = at < WIDTH
     source = gate_up + row * stride + at
-    gate = tl.load(source, inside, other=0.0).to(tl.float32)
-    up = tl.load(source + WIDTH, inside, other=0.0).to(tl.float32)
+    gate = _added_up(source, inside, part, PARTS).to(tl.float32)
+    up = _added_up(source + WIDTH, inside, part, PARTS).to(tl.float32)
     value = gate / (1.0 + tl.exp2(-gate * LOG2E)) * up
     tl.store(out + row * WIDTH + at, value.to(out.dtype.element_ty), inside)
 
@@ -76,7 +102,7 @@ def _store_halves(
 # Parts of uploaded arrays, which start anywhere: no second compilation for that.
 @triton.jit(do_not_specialize_on_alignment=["positions", "slot_indptr", "slots"])
 def heads_kernel(
-    qkv: tl.tensor,  # [rows, QUERY_HEADS + 2 * KV_HEADS, 2 * HALF], a row every qkv_stride
+    qkv: tl.tensor,  # [PARTS, rows, QUERY_HEADS + 2 * KV_HEADS, 2 * HALF], a row every qkv_stride
     norm: tl.tensor,  # [QUERY_HEADS + KV_HEADS, 2 * HALF]; unread without NORM
     table: tl.tensor,  # [positions, 2, HALF] float32: cosines, sines
     positions: tl.tensor,  # [rows]
@@ -88,6 +114,7 @@ def heads_kernel(
     k_pages: tl.tensor,  # [slots, KV_HEADS, 2 * HALF]; unwritten without STORE
     v_pages: tl.tensor,
     qkv_stride: tl.tensor,
+    qkv_part: tl.tensor,
     eps: tl.tensor,
     k_scale: tl.tensor,
     v_scale: tl.tensor,
@@ -100,7 +127,10 @@ def heads_kernel(
     STORE: tl.constexpr,
     SEVERAL: tl.constexpr,
     FP8: tl.constexpr,
+    PARTS: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ) -> None:
+    _begin(OVERLAP)
     DIM: tl.constexpr = 2 * HALF
     ROTATED: tl.constexpr = QUERY_HEADS + KV_HEADS
     row = tl.program_id(0).to(tl.int64)
@@ -109,8 +139,8 @@ def heads_kernel(
     inside = (head < ROTATED + KV_HEADS) & (dim < HALF)
     turns = inside & (head < ROTATED)
     source = qkv + row * qkv_stride + head * DIM + dim
-    first = tl.load(source, inside, other=0.0)
-    second = tl.load(source + HALF, inside, other=0.0)
+    first = _added_up(source, inside, qkv_part, PARTS)
+    second = _added_up(source + HALF, inside, qkv_part, PARTS)
     angle = table + tl.load(positions + row).to(tl.int64) * DIM + dim
     cos = tl.load(angle, dim < HALF, other=0.0)
     sin = tl.load(angle + HALF, dim < HALF, other=0.0)
@@ -121,6 +151,8 @@ def heads_kernel(
         gain = norm + head * DIM + dim
         a *= scale * tl.load(gain, turns, other=0.0).to(tl.float32)
         b *= scale * tl.load(gain + HALF, turns, other=0.0).to(tl.float32)
+    first = first.to(v.dtype.element_ty)
+    second = second.to(v.dtype.element_ty)
     left = (a * cos - b * sin).to(q.dtype.element_ty)
     right = (b * cos + a * sin).to(q.dtype.element_ty)
     is_q = inside & (head < QUERY_HEADS)

@@ -5,6 +5,8 @@ from typing import Any
 from torch import Tensor
 
 from stemserve.kernels.fused import fused_layer_triton
+from stemserve.kernels.fused.parts import parts_of
+from stemserve.kernels.overlap import overlap
 
 KERNELS: Any = fused_layer_triton  # untyped: device code
 
@@ -26,24 +28,25 @@ def rms_norm(
 
 
 def add_rms_norm(
-    x: Tensor,  # [rows, hidden], rows may be strided
+    x: Tensor,  # [rows, hidden], rows may be strided; or parts of a sum [parts, rows, hidden]
     residual: Tensor,  # [rows, hidden], contiguous; x is added in place
     weight: Tensor,  # [hidden]
     eps: float,
 ) -> Tensor:  # [rows, hidden], the norm of the sum
-    if not residual.is_contiguous() or residual.shape != x.shape:
+    if not residual.is_contiguous() or residual.shape != x.shape[-2:]:
         raise ValueError(
-            f"the residual must be contiguous and of shape {tuple(x.shape)}, "
+            f"the residual must be contiguous and of shape {tuple(x.shape[-2:])}, "
             f"not {tuple(residual.shape)} with strides {residual.stride()}"
         )
     return _launch(x, residual, weight, eps)
 
 
 def _launch(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> Tensor:
-    rows, hidden = x.shape
-    if x.stride(1) != 1 or not weight.is_contiguous():
-        raise ValueError("the numbers of a row must lie side by side")
-    out = x.new_empty((rows, hidden))
+    parts = parts_of(x)
+    rows, hidden = parts.rows, parts.width
+    if not weight.is_contiguous():
+        raise ValueError("the weights must be contiguous")
+    out = x.new_empty((rows, hidden), dtype=weight.dtype)
     if not rows:
         return out
     block = power_of_2(hidden)
@@ -52,11 +55,14 @@ def _launch(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> T
         x if residual is None else residual,
         weight,
         out,
-        x.stride(0),
+        parts.row_stride,
+        parts.part_stride,
         eps,
         HIDDEN=hidden,
         BLOCK=block,
         ADD=residual is not None,
+        PARTS=parts.parts,
         num_warps=norm_warps(block),
+        **overlap(x.device),
     )
     return out

@@ -106,7 +106,7 @@ class LayerOps(Protocol):
         ...
 
     def linear(self, weight: Tensor, bias: Tensor | None = None) -> Linear:
-        """Of weights [out, in]."""
+        """Of weights [out, in]; asked for in the order in which a step computes them."""
         ...
 
     def lm_head(self, weight: Tensor) -> LmHead:

@@ -1,5 +1,7 @@
 """The operations of a decoder layer on a CUDA device: each one launch of a fused kernel."""
 
+from dataclasses import replace
+
 import numpy as np
 import torch
 from numpy.typing import NDArray
@@ -16,6 +18,7 @@ from stemserve.worker.models.layer_ops import Gathered, Likeliest, LmHead, PageW
 from stemserve.worker.models.linear import DenseLinear, Linear
 from stemserve.worker.models.model_config import ModelConfig
 from stemserve.worker.models.rope import RotaryEmbedding
+from stemserve.worker.models.skinny_linear import SkinnyLinear
 from stemserve.worker.models.torch_ops import TorchLmHead
 
 
@@ -25,6 +28,7 @@ class TritonOps:
         self._transform = HeadTransform(
             shape=config.heads, table=rotation_table(config, device), eps=config.rms_eps
         )
+        self._last_linear: SkinnyLinear | None = None
 
     def norm(self, x: Tensor, weight: Tensor) -> Tensor:
         return rms_norm(x, weight, self._eps)
@@ -33,7 +37,7 @@ class TritonOps:
         return add_rms_norm(x, residual, weight, self._eps)
 
     def gate(self, gate_up: Tensor) -> Tensor:
-        return silu_mul(gate_up)
+        return silu_mul(gate_up, self._transform.dtype)
 
     def heads(
         self, positions: Tensor, pages: PageWrites | None, into: Heads | None = None
@@ -41,7 +45,14 @@ class TritonOps:
         return TritonHeads(self._transform, positions, pages, into)
 
     def linear(self, weight: Tensor, bias: Tensor | None = None) -> Linear:
-        return DenseLinear(weight, bias)
+        self._transform = replace(self._transform, dtype=weight.dtype)
+        if weight.dtype.itemsize > 2 or not has_aligned_rows(weight):
+            return DenseLinear(weight, bias)
+        linear = SkinnyLinear(weight, bias)
+        if self._last_linear is not None:
+            self._last_linear.following = linear
+        self._last_linear = linear
+        return linear
 
     def lm_head(self, weight: Tensor) -> LmHead:
         # For float32 the library's product is the faster one.

@@ -1,7 +1,6 @@
 """Build every object of a server, serve until SIGTERM, then drain."""
 
 import asyncio
-import gc
 import logging
 import queue
 import sys
@@ -27,6 +26,7 @@ from stemserve.service.serving.admin_port import admin_port
 from stemserve.service.serving.authentication import authentication
 from stemserve.service.serving.call_gate import CallGate
 from stemserve.service.serving.call_status import CallStatus
+from stemserve.service.serving.garbage import collect_when_idle, put_off_full_collections
 from stemserve.service.serving.health import Health
 from stemserve.service.serving.heap import keep_freed_memory
 from stemserve.service.serving.metrics_port import metrics_port
@@ -171,11 +171,12 @@ async def serve(
         )
         gate.open()
         core.health.open()
-        gc.collect()
-        gc.freeze()  # what lives now lives for ever: no collection need look at it again
+        put_off_full_collections()
         announce(Ready(facts=facts, ports=servers.ports, metrics_port=port, admin_port=admin))
         keeping = asyncio.create_task(services.keeper.keep())
         stack.callback(keeping.cancel)
+        collecting = asyncio.create_task(collect_when_idle(lambda: not core.engine.running_jobs))
+        stack.callback(collecting.cancel)
         await _until_drained(core, signals, gate, config.server)
 
 

@@ -157,6 +157,10 @@ def broken(change: Callable[[worker_pb2.StepPlan], object]) -> worker_pb2.StepPl
     return plan
 
 
+def repeating(times: int) -> Callable[[worker_pb2.StepPlan], object]:
+    return lambda plan: setattr(plan, "repeat", times)
+
+
 def setting(name: str, values: list[int]) -> Callable[[worker_pb2.StepPlan], object]:
     return lambda plan: setattr(plan, name, blob(values))
 
@@ -164,8 +168,8 @@ def setting(name: str, values: list[int]) -> Callable[[worker_pb2.StepPlan], obj
 @pytest.mark.parametrize(
     ("change", "problem"),
     [
-        (lambda plan: setattr(plan, "repeat", 9), "repeat is 9; this worker runs at most 8"),
-        (lambda plan: setattr(plan, "repeat", 0), "row_steps has 3 numbers; the step needs 0"),
+        (repeating(9), "repeat is 9; this worker runs at most 8"),
+        (repeating(0), "row_steps has 3 numbers; the step needs 0"),
         (setting("row_steps", [1, 1]), "row_steps has 2 numbers"),
         (setting("row_steps", [0, 4, 4]), "row_steps must be in 1..4"),
         (setting("row_steps", [5, 4, 4]), "row_steps must be in 1..4"),

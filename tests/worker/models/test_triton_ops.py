@@ -123,7 +123,7 @@ def test_pages_hold_what_plain_torch_puts_there(
         positions = torch.arange(TOKENS, device=DEVICE)
         model.hidden(token_ids, positions, causal_attend, None, writes)
     ours, expected = pools
-    written = torch.zeros(32, dtype=torch.bool, device=DEVICE)
+    written = torch.zeros(9 * 4, dtype=torch.bool, device=DEVICE)
     written[torch.from_numpy(slots[slots >= 0]).long().to(DEVICE)] = True  # pyright: ignore[reportUnknownMemberType]
     for layer in range(3):
         for found, wanted in (

@@ -70,6 +70,10 @@ class Forward:
         yield from (size.rows for size in ending.capture(sizes, capture))
         self._ending = ending
 
+    def drop_pieces(self) -> None:
+        """Run every step launch by launch."""
+        self._pieces = self._ending = None
+
     def gather(self, step: Step, attend: StepAttention, readout: Readout) -> Scores | None:
         """What the step reads, on the host as of `Scores.on_host`; None: no graph holds that."""
         pieces, ending = self._pieces, self._ending

@@ -82,7 +82,7 @@ def make_parts(config: WorkerConfig, progress: Progress, check: Callable[[], Non
     before = free_bytes(device)
     runner = engine.runner(_decode_graphs(config, model, available, engine, check))
     if _has_graphs(config, device):
-        capture_pieces(engine.forward, model, limits.max_step_tokens, check)
+        capture_pieces(engine.forward, engine.runner(), model, limits, check)
     if memory is not None:
         memory.report(kv=shape.total_bytes, graphs=before - free_bytes(device))
     return Parts(runner=runner, facts=_facts(config, model, shape, costs))

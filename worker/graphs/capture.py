@@ -40,3 +40,7 @@ class GraphCapture:
 def run_again(work: Callable[[], None]) -> Callable[[], None]:
     """On a device without graphs the work is done anew each time."""
     return work
+
+
+def make_capture(device: torch.device) -> Capture:
+    return GraphCapture(device) if device.type == "cuda" else run_again

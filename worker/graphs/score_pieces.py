@@ -1,13 +1,19 @@
 """The pieces of a worker on a GPU for steps with prompts and items, captured when it starts."""
 
+import logging
 from collections.abc import Callable, Iterator, Sequence
 from typing import Protocol
 
 import torch
 
-from stemserve.worker.graphs.capture import Capture, GraphCapture
+from stemserve.proto.v1 import worker_pb2
+from stemserve.worker.graphs.capture import Capture, make_capture
+from stemserve.worker.graphs.piece_check import MOST_DIFFERENCE, check_steps, difference
 from stemserve.worker.graphs.start_graphs import run_captures
 from stemserve.worker.models.transformer import Transformer
+from stemserve.worker.step_checks import StepLimits
+
+log = logging.getLogger(__name__)
 
 # Larger steps are launched one by one: only on a slow host is the device faster than that.
 MOST_ROWS = 9216
@@ -22,6 +28,12 @@ class Captured(Protocol):
         self, model: Transformer, buckets: Sequence[int], capture: Capture
     ) -> Iterator[int]: ...
 
+    def drop_pieces(self) -> None: ...
+
+
+class Steps(Protocol):
+    def step(self, plan: worker_pb2.StepPlan) -> worker_pb2.StepResult: ...
+
 
 def piece_buckets(most: int) -> list[int]:
     """Rows, ascending: padding is a sixteenth of a large step, and nothing of the largest one."""
@@ -34,13 +46,31 @@ def piece_buckets(most: int) -> list[int]:
 
 def capture_pieces(
     forward: Captured,
+    runner: Steps,  # by `forward`
     model: Transformer,
-    max_rows: int,
+    limits: StepLimits,
     check: Callable[[], None],  # may raise to end the start
 ) -> None:
-    buckets = piece_buckets(max_rows)
-    captures = forward.capture(model, buckets, GraphCapture(model.device))
-    run_captures("sets of pieces between attentions", buckets, captures, check, model.device)
+    """Where the pieces cannot be captured, or give something else, steps do without."""
+    buckets = piece_buckets(limits.max_step_tokens)
+    plans = list(check_steps(limits))
+    expected = [runner.step(plan) for plan in plans]
+    captures = forward.capture(model, buckets, make_capture(model.device))
+    what = "sets of pieces between attentions"
+    try:
+        run_captures(what, buckets, captures, check, model.device)
+        if model.device.type == "cuda":
+            torch.cuda.empty_cache()  # what work took before it was captured
+        found = [runner.step(plan) for plan in plans]
+    except RuntimeError as error:  # torch's errors of CUDA and of memory are such
+        problem = str(error)
+    else:
+        apart = max(map(difference, found, expected), default=0.0)
+        if apart <= MOST_DIFFERENCE:
+            return
+        problem = f"log-probabilities differ by {apart:.3f}"
+    forward.drop_pieces()
+    log.error("small steps are launched one by one, without captured pieces: %s", problem)
 
 
 def piece_bytes(model: Transformer, max_rows: int) -> int:

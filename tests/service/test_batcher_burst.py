@@ -227,3 +227,18 @@ def test_a_generation_that_gives_way_in_the_middle_of_bursts_comes_back_unchange
     run_right(rig, *jobs)
     assert bursts(rig)
     rig.batcher.check_idle()
+
+
+def test_who_waits_for_a_slot_does_not_stop_bursts_and_is_looked_at_between_them() -> None:
+    rig = burst_rig(8, slots=1)
+    jobs = [generate_job(f"{n}", random_tokens(n, 20), max_new_tokens=60) for n in range(2)]
+    rig.submit(*jobs)
+    while rig.answers["0"].last is None:
+        rig.turn()
+    lengths = [max(1, plan.repeat) for plan in rig.plans]
+    assert lengths.count(8) >= 4
+    assert 8 not in {a for a, b in zip(lengths, lengths[1:], strict=False) if a == b}
+    while rig.turn():
+        pass
+    assert rig.answers["1"].tokens == expected_tokens(jobs[1])
+    rig.batcher.check_idle()

@@ -73,13 +73,20 @@ class FixedLmHead:
 
     def likeliest(self, hidden: Tensor) -> Likeliest:
         """As it is drawn beside samples that are not greedy."""
-        slots = torch.zeros(len(hidden), dtype=torch.int64, device=hidden.device)
-        drawn = [
-            draw_tokens(self.logits(rows), self._greedy, zeros, zeros)
-            for rows, zeros in zip(hidden.split(LOGIT_ROWS), slots.split(LOGIT_ROWS), strict=True)
+        found = [
+            self._likeliest(hidden[start : start + LOGIT_ROWS])
+            for start in range(0, max(1, len(hidden)), LOGIT_ROWS)
         ]
-        tokens, logprobs, _ = (torch.cat(of_parts) for of_parts in zip(*drawn, strict=True))
-        return Likeliest(tokens, logprobs)
+        if len(found) == 1:
+            return found[0]
+        return Likeliest(
+            torch.cat([part.tokens for part in found]), torch.cat([part.logprobs for part in found])
+        )
+
+    def _likeliest(self, hidden: Tensor) -> Likeliest:
+        slots = torch.zeros(len(hidden), dtype=torch.int64, device=hidden.device)
+        drawn = draw_tokens(self.logits(hidden), self._greedy, slots, slots)
+        return Likeliest(drawn.tokens, drawn.logprobs)
 
     def gather(
         self,

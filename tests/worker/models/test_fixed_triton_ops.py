@@ -30,7 +30,8 @@ def own_token(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 def tiny(folder: Path, save_model: SaveModel, class_name: str, dtype: torch.dtype) -> Transformer:
-    save_model(class_name, hidden_size=64, head_dim=16, vocab_size=130)
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "head_dim": 16}
+    save_model(class_name, vocab_size=130, **sizes)
     return load_model(folder, dtype=dtype, device=DEVICE, make_ops=FixedTritonOps)
 
 
@@ -39,10 +40,10 @@ def test_a_row_has_the_same_bits_among_any_others(
     tmp_path: Path, save_model: SaveModel, class_name: str
 ) -> None:
     model = tiny(tmp_path, save_model, class_name, torch.float16)
-    tokens, positions = (torch.randint(n, (70,), device=DEVICE) for n in (130, 256))
+    tokens, positions = (torch.randint(n, (40,), device=DEVICE) for n in (130, 256))
     whole = model.hidden(tokens, positions, own_token)
-    for size in (1, 65):
-        chosen = torch.randperm(70)[:size].to(DEVICE)
+    for size in (1, 35):
+        chosen = torch.randperm(40)[:size].to(DEVICE)
         part = model.hidden(tokens[chosen], positions[chosen], own_token)
         assert torch.equal(part, whole[chosen]), size
 
@@ -63,7 +64,7 @@ def test_rows_of_weights_that_no_tile_can_load_are_refused() -> None:
 
 @pytest.mark.parametrize(
     ("vocab", "width", "most"),
-    [(300, 64, 70), pytest.param(151_936, 1024, 700, marks=ON_GPU)],
+    [(130, 32, 40), pytest.param(151_936, 1024, 700, marks=ON_GPU)],
 )
 def test_a_row_of_the_head_has_the_same_bits_among_any_others(
     vocab: int, width: int, most: int
@@ -74,7 +75,7 @@ def test_a_row_of_the_head_has_the_same_bits_among_any_others(
     rows, tokens = np.arange(most), torch.randint(vocab, (most,)).numpy()
     whole = head.gather(hidden, rows, tokens)
     likeliest = head.likeliest(hidden)
-    for first, last in ((3, 4), (2, 2 + FEW_ROWS.rows), (1, most)):
+    for first, last in ((3, 4), (2, min(most - 1, 2 + FEW_ROWS.rows)), (1, most)):
         part = head.gather(hidden[first:last], rows[: last - first], tokens[first:last])
         assert torch.equal(part.logprobs, whole.logprobs[first:last])
         assert torch.equal(part.argmax, whole.argmax[first:last])

@@ -43,10 +43,16 @@ class ScoreEncoder:
         self._limits = limits
         self._facts = facts
 
-    async def encode(self, request: inference_pb2.ScoreRequest, caller: Caller) -> ScoreCall:
+    async def encode(
+        self,
+        request: inference_pb2.ScoreRequest,
+        caller: Caller,
+        *,
+        most_items: int | None = None,  # of one answer, where it comes in parts
+    ) -> ScoreCall:
         """Raises RequestError. An item that is too long is an error of the item; the call is
         refused when a context leaves no room for any item, or every item is too long."""
-        check_score(request, self._limits, self._facts)
+        check_score(request, self._limits, self._facts, most_items=most_items)
         check_priority(request.priority, caller)
         contexts = await self._context_tokens(request, caller)
         items = await self._items(request)
@@ -61,7 +67,14 @@ class ScoreEncoder:
         tokens = len(items.tokens) + len(query) * count
         check_tokens("items", tokens, self._limits)
         if request.log_likelihood.token_logprobs:
-            check_answer(request, self._limits, self._facts, item_tokens=len(items.tokens))
+            longest = np.sort(items.lengths)[::-1][: most_items or count]
+            check_answer(
+                request,
+                self._limits,
+                self._facts,
+                most_items=most_items,
+                item_tokens=int(longest.sum()),
+            )
         call = ScoreCall(
             request=request,
             caller=caller,

@@ -60,7 +60,8 @@ class ScoreRunner:
         """
         started, phase = time.monotonic(), "queued"
         try:
-            plan = plan_score(await self._encoder.encode(request, caller))
+            call = await self._encoder.encode(request, caller, most_items=most_items)
+            plan = plan_score(call)
             tokenized, phase = time.monotonic(), "prefill"
             parts = ScoreParts(plan, most_items)
             async with aclosing(self._compute_parts(plan, deadline)) as news:

@@ -12,10 +12,18 @@ from stemserve.service.request import WorkerFacts
 
 MAX_ID_CHARACTERS = 256
 FLOAT_BYTES = 4
+ERROR_BYTES = 160  # of an item's error
 KERNELS = frozenset(inference_pb2.Kernel.values())
 
 
-def check_score(request: inference_pb2.ScoreRequest, limits: Limits, facts: WorkerFacts) -> None:
+def check_score(
+    request: inference_pb2.ScoreRequest,
+    limits: Limits,
+    facts: WorkerFacts,
+    *,
+    most_items: int | None = None,
+) -> None:
+    """`most_items` of one answer, where it comes in parts."""
     check_id("request_id", request.request_id)
     check_kernel(request.kernel)
     _check_mode(request, facts)
@@ -27,7 +35,7 @@ def check_score(request: inference_pb2.ScoreRequest, limits: Limits, facts: Work
     check_characters(_characters(contexts, request.items, labels.labels, [request.query]), limits)
     blobs = [context.tokens for context in request.contexts] + [request.item_tokens.tokens]
     check_tokens("item_tokens", sum(map(len, blobs)) // TOKEN_BYTES, limits)
-    check_answer(request, limits, facts)
+    check_answer(request, limits, facts, most_items=most_items)
 
 
 def item_count(request: inference_pb2.ScoreRequest) -> int:
@@ -160,9 +168,11 @@ def check_answer(
     limits: Limits,
     facts: WorkerFacts,
     *,
+    most_items: int | None = None,
     item_tokens: int = 0,
 ) -> None:
-    """`item_tokens` of all items, once they are known."""
+    """`most_items` of one answer, where it comes in parts; `item_tokens` of as many, the longest,
+    once they are known."""
     mode, columns = request.WhichOneof("mode"), 1
     if mode == "label_probabilities":
         columns = label_count(request.label_probabilities)
@@ -171,8 +181,10 @@ def check_answer(
     elif mode == "classification":
         columns = len(facts.class_labels)
     items = item_count(request)
-    rows = min(request.top_n or items, items)
+    rows = min(request.top_n or items, most_items or items, items)
+    # What has an error has no scores. Those that top_n leaves out may have errors too.
     answer_bytes = rows * (columns + 2) * FLOAT_BYTES
+    answer_bytes = max(answer_bytes, min(most_items or items, items) * ERROR_BYTES)
     if request.log_likelihood.token_logprobs:
         answer_bytes += item_tokens * FLOAT_BYTES
     if answer_bytes > limits.max_message_bytes:

@@ -171,6 +171,20 @@ async def test_the_size_of_an_answer_is_worked_out_before_it_is_computed() -> No
     assert not engine.jobs
 
 
+async def test_an_answer_in_parts_is_measured_by_its_parts() -> None:
+    labels = inference_pb2.LabelProbabilities(label_token_ids=range(20))
+    request = inference_pb2.ScoreRequest(
+        query="q", items=["a"] * 12 + [""] * 13, label_probabilities=labels
+    )
+    async with serving(byte_engine(), limits=Limits(max_message_bytes=2_000)) as served:
+        with pytest.raises(ClientError, match="the answer would take 4000 bytes"):  # of errors
+            await served.client.score_request(request)
+        parts = [part async for part in served.client.score_parts(request, most_items=5)]
+        with pytest.raises(ClientError, match="the answer would take 2240 bytes"):
+            [part async for part in served.client.score_parts(request, most_items=14)]
+    assert sorted(item for part in parts for item in part.item_index) == list(range(25))
+
+
 async def test_the_tokens_of_named_prefixes_count_each_time() -> None:
     engine = byte_engine()
     async with serving(engine, limits=Limits(max_request_tokens=100)) as served:

@@ -35,8 +35,8 @@ SCRIPTS = {"vllm": "vllm_engine.py", "sglang": "sglang_engine.py"}
 GIB = 1 << 30
 QUICK_SECONDS = 3.0  # of a rate of the open loop
 # With a peer, each engine has so much KV, and room for what its steps need beside it.
-KV_BYTES = 20 * GIB
-PEER_MEMORY = 0.25  # of the GPU, weights and steps included
+KV_BYTES = 12 * GIB
+PEER_MEMORY = 0.2  # of the GPU, weights and steps included
 
 
 def parse_options() -> argparse.Namespace:
@@ -63,6 +63,16 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--peer-path", default="", metavar="PATH", help="PYTHONPATH of that Python")
     parser.add_argument(
         "--peer-options", default="", metavar="WORDS", help="of the peer's script, in one argument"
+    )
+    parser.add_argument(
+        "--peer-start", type=float, default=300.0, metavar="S", help="how long a peer may take"
+    )
+    parser.add_argument(
+        "--seconds", type=float, default=float("inf"), metavar="S",
+        help="from the first row's start: no row starts later",
+    )  # fmt: skip
+    parser.add_argument(
+        "--hold", type=Path, metavar="FILE", help="start everything, then wait for such a file"
     )
     parser.add_argument("--logs", type=Path, metavar="DIR", help="keep the engines' logs there")
     parser.add_argument("--output", type=Path, metavar="FILE", help="instead of engine.json")
@@ -98,6 +108,9 @@ def suite_plan(
         folders=folders,
         random_weights=options.checkpoints is None,  # as they are in what the peer loads
         log=logs / "server.log",
+        together=options.peer != "none",
+        hold=options.hold,
+        seconds=options.seconds,
     )
 
 
@@ -147,6 +160,7 @@ def peer_options(options: argparse.Namespace, logs: Path) -> PeerOptions:
         words=(*words, *shlex.split(options.peer_options)),
         logs=logs,
         rounds=2 if options.quick else 4,
+        start_s=options.peer_start,
     )
 
 

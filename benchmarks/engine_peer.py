@@ -9,6 +9,7 @@ It answers {"seconds": s, "logprobs": [...]}: of the labels by item, or of each 
 
 import json
 import os
+import select
 import subprocess
 from collections.abc import Generator
 from contextlib import contextmanager
@@ -24,7 +25,8 @@ from stemserve.service.bench.peer import Peer, PeerRow
 from stemserve.service.bench.rows import DecodeRow, Row, ScoreRow
 from stemserve.service.bench.tokens import TokenSource
 
-STOP_S = 30.0
+STOP_S = 10.0
+ANSWER_S = 120.0
 
 
 class PeerFailed(Exception):
@@ -40,6 +42,7 @@ class PeerOptions:
     words: tuple[str, ...]  # of the script, beside --model FOLDER
     logs: Path  # folder
     rounds: int  # counted; one more warms up
+    start_s: float = 300.0  # how long it may take to start
 
 
 class EnginePeer:
@@ -51,11 +54,12 @@ class EnginePeer:
         self._log = log
         self._rounds = options.rounds
         self._name = options.name
+        self._start_s = options.start_s
         self._failure = ""
 
     def wait(self) -> None:
         try:
-            self._name += f" {self._read()['version']}"
+            self._name += f" {self._read(self._start_s)['version']}"
         except (PeerFailed, OSError) as error:
             self._failure = str(error)
 
@@ -109,9 +113,13 @@ class EnginePeer:
     def _ask(self, **request: Any) -> dict[str, Any]:
         self._requests.write(json.dumps(request) + "\n")
         self._requests.flush()
-        return self._read()
+        return self._read(ANSWER_S)
 
-    def _read(self) -> dict[str, Any]:
+    def _read(self, timeout_s: float) -> dict[str, Any]:
+        """An answer is one line, and none is on its way when this is called."""
+        if not select.select([self._answers], [], [], timeout_s)[0]:
+            self._failure = f"{self._name} said nothing for {timeout_s:g} s"
+            raise PeerFailed(self._failure)
         line = self._answers.readline()
         if not line:
             said = self._log.read_text(errors="replace").strip().splitlines() or ["nothing"]
@@ -142,13 +150,13 @@ class StartEngine:
             try:
                 yield EnginePeer(process, log, options)
             finally:
-                process.communicate()
                 _stop(process)
 
 
 def _stop(process: "subprocess.Popen[str]") -> None:
+    """It ends when it is asked nothing more."""
     try:
-        process.wait(STOP_S)
+        process.communicate(timeout=STOP_S)
     except subprocess.TimeoutExpired:
         process.kill()
-        process.wait()
+        process.communicate()

@@ -84,8 +84,7 @@ async def _make(channel: grpc.aio.Channel, calls: Calls) -> list[CallRecord]:
     call = _generate(channel) if calls.method == GENERATE else _score(channel)
     async with asyncio.TaskGroup() as running:
         for record, request in zip(records, calls.requests, strict=True):
-            wait = record.due - time.perf_counter()
-            if wait > 0:
+            while (wait := record.due - time.perf_counter()) > 0:
                 await asyncio.sleep(wait)
             running.create_task(_note(call, record, request, calls.timeout_s))
     return records

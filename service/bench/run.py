@@ -29,6 +29,7 @@ def run(
             advance()
 
         Suite(plan, result, doing=doing, done=done, start_peer=start_peer).run()
+    result.write(plan.output)
     return result
 
 
@@ -62,7 +63,8 @@ def _line(entry: Entry) -> str:
 def report(result: Result, console: Console) -> None:
     table = Table(box=None, pad_edge=False)
     for name in ("row", "ours", "peer", "floor", "goal", "p99", "outside engine", "failures"):
-        table.add_column(name, justify="left" if name == "row" else "right")
+        is_name = name == "row"
+        table.add_column(name, justify="left" if is_name else "right", no_wrap=is_name)
     for row in result.rows:
         shown = (row["ours_ms"], row["peer_ms"], row["floor_ms"], row["goal_ms"], row["p99_ms"])
         cells = [*shown, row.get("outside_engine_ms"), row["failures"]]
@@ -81,5 +83,7 @@ def report(result: Result, console: Console) -> None:
                 f"{level['items_per_s']:.0f} scored, P50 {latency['p50']} ms, "
                 f"P99 {latency['p99']} ms, {level['failures']} failures"
             )
+    if result.left_out:
+        console.print(f"no time was left for {', '.join(result.left_out)}", style="yellow")
     for name, value in result.summary.items():
         console.print(f"{name}: {value}", highlight=False)

@@ -1,12 +1,13 @@
 """Run the rows that were chosen: start a server a model, measure, and write after each row."""
 
 import tempfile
-from collections.abc import Callable, Generator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
-from stemserve.service.bench.client_pool import ClientPool
+from stemserve.service.bench.client_pool import ClientFailed, ClientPool
 from stemserve.service.bench.decode_bench import measure_decode
 from stemserve.service.bench.facts import gpu_name
 from stemserve.service.bench.measured import MeasuredRow
@@ -16,7 +17,7 @@ from stemserve.service.bench.peer import Peer, PeerRow, StartPeer
 from stemserve.service.bench.result import Entry, Result
 from stemserve.service.bench.rows import Row, ScoreRow
 from stemserve.service.bench.score_bench import measure_score
-from stemserve.service.bench.server_process import running_server
+from stemserve.service.bench.server_process import ServerFailed, running_server
 from stemserve.service.bench.target import FULL, Repeats, Target, describe
 from stemserve.service.bench.tokens import TokenSource
 from stemserve.service.client_errors import ClientError
@@ -47,6 +48,10 @@ class SuitePlan:
     folders: Path | None = None  # of the models; else one with a config.json is made for each
     random_weights: bool = True
     log: Path | None = None  # of the servers; else it goes with the run
+    # Servers of all models and their peers run at once: the options must leave them memory.
+    together: bool = False
+    hold: Path | None = None  # once everything has started, wait until there is such a file
+    seconds: float = float("inf")  # from the first row's start; no row starts later
 
     @property
     def server_words(self) -> list[str]:
@@ -83,39 +88,71 @@ class Suite:
         self._doing = doing
         self._done = done
         self._start_peer = start_peer
+        self._began = 0.0  # of the first row, time.monotonic
 
     def run(self) -> None:
-        """Raises ServerFailed, ClientFailed or ClientError."""
+        """Raises ServerFailed, ClientFailed or ClientError where nothing runs together."""
+        plan = self._plan
         with ExitStack() as stack:
             work = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-            folders = {model: self._folder(model, work) for model in self._plan.models}
-            peers: dict[str, Peer] = {}
-            if self._start_peer is not None:
-                for model in dict.fromkeys(row.model for row in self._plan.rows):
-                    started = self._start_peer(model, folders[model])
-                    peers[model] = stack.enter_context(started)
+            folders = {model: self._folder(model, work) for model in plan.models}
+            peers = self._launch_peers(stack, folders)
+            log = plan.log or work / "server.log"
+            targets: dict[str, Target | str] = {}
+            if plan.together:
+                targets = {
+                    model: self._try_start(stack, folder, log.with_stem(f"{log.stem}-{model}"))
+                    for model, folder in folders.items()
+                }
             self._wait(peers)
+            self._began = time.monotonic()
             for model, folder in folders.items():
-                with self._target(folder, self._plan.log or work / "server.log") as target:
+                with ExitStack() as of_model:
+                    target = targets.get(model) or self._start(of_model, folder, log)
                     self._measure(target, model, peers.get(model))
+            if plan.together and plan.open_loop is not None:
+                self._measure_open_loop(targets[plan.open_loop.model], plan.open_loop)
+
+    def _launch_peers(self, stack: ExitStack, folders: Mapping[str, Path]) -> dict[str, Peer]:
+        if self._start_peer is None:
+            return {}
+        models = dict.fromkeys(row.model for row in self._plan.rows)
+        return {m: stack.enter_context(self._start_peer(m, folders[m])) for m in models}
 
     def _wait(self, peers: Mapping[str, Peer]) -> None:
         for model, peer in peers.items():
             self._doing(f"{model}: waiting for the peer")
             peer.wait()
+        hold = self._plan.hold
+        while hold is not None and not hold.exists():
+            self._doing(f"everything runs; waiting for {hold}")
+            time.sleep(0.2)
 
-    def _measure(self, target: Target, model: str, peer: Peer | None) -> None:
-        for row in self._plan.rows:
+    def _measure(self, target: Target | str, model: str, peer: Peer | None) -> None:
+        """`target`: or why there is none."""
+        plan = self._plan
+        for row in plan.rows:
             if row.model != model:
                 continue
+            if time.monotonic() - self._began > plan.seconds:
+                self._result.left_out.append(row.name)
+                continue
             self._doing(row.name)
-            ours = measure(target, row)
-            self._doing(f"{row.name}, peer" if peer else row.name)
-            theirs = peer.measure(row, target.tokens) if peer else NO_PEER
+            ours = failed(row, target) if isinstance(target, str) else measure(target, row)
+            theirs = self._peer_row(row, target, peer)
             self._done(self._result.add_row(ours, theirs))
-            self._result.write(self._plan.output)
-        loop = self._plan.open_loop
-        if loop is not None and loop.model == model:
+            self._result.write(plan.output)
+        if plan.open_loop is not None and plan.open_loop.model == model and not plan.together:
+            self._measure_open_loop(target, plan.open_loop)
+
+    def _peer_row(self, row: Row, target: Target | str, peer: Peer | None) -> PeerRow:
+        if peer is None or isinstance(target, str):
+            return NO_PEER
+        self._doing(f"{row.name}, peer")
+        return peer.measure(row, target.tokens)
+
+    def _measure_open_loop(self, target: Target | str, loop: OpenLoop) -> None:
+        if not isinstance(target, str):
             self._result.add_open_loop(loop, measure_open_loop(target, loop, self._doing))
             self._result.write(self._plan.output)
 
@@ -126,23 +163,28 @@ class Suite:
         shape, folders = SHAPES[model], self._plan.folders
         return shape.write(work) if folders is None else folders / shape.name
 
-    @contextmanager
-    def _target(self, folder: Path, log: Path) -> Generator[Target]:
-        with ExitStack() as stack:
-            server = self._plan.server
-            if server is None:
-                self._doing(f"{folder.name}: starting the server")
-                options = ["--model", str(folder), *self._plan.server_words]
-                started = stack.enter_context(running_server(options, log=log))
-                server = Running(address=started.address, metrics_url=started.metrics_url)
-            vocab = describe(server.address).vocab_size
-            yield Target(
-                address=server.address,
-                metrics_url=server.metrics_url,
-                pool=stack.enter_context(ClientPool(server.address, self._plan.clients)),
-                tokens=TokenSource(vocab=vocab, seed=self._plan.seed),
-                repeats=self._plan.repeats,
-            )
+    def _try_start(self, stack: ExitStack, folder: Path, log: Path) -> Target | str:
+        """One server that does not start leaves the others."""
+        try:
+            return self._start(stack, folder, log)
+        except (ServerFailed, ClientFailed, ClientError) as error:
+            return str(error)
+
+    def _start(self, stack: ExitStack, folder: Path, log: Path) -> Target:
+        server = self._plan.server
+        if server is None:
+            self._doing(f"{folder.name}: starting the server")
+            options = ["--model", str(folder), *self._plan.server_words]
+            started = stack.enter_context(running_server(options, log=log))
+            server = Running(address=started.address, metrics_url=started.metrics_url)
+        vocab = describe(server.address).vocab_size
+        return Target(
+            address=server.address,
+            metrics_url=server.metrics_url,
+            pool=stack.enter_context(ClientPool(server.address, self._plan.clients)),
+            tokens=TokenSource(vocab=vocab, seed=self._plan.seed),
+            repeats=self._plan.repeats,
+        )
 
 
 def measure(target: Target, row: Row) -> MeasuredRow:
@@ -152,6 +194,10 @@ def measure(target: Target, row: Row) -> MeasuredRow:
             return measure_score(target, row)
         return measure_decode(target, row)
     except ClientError as error:
-        return MeasuredRow(
-            row=row, ours_ms=None, rounds_ms=(), failures=1, first_failure=str(error), times=None
-        )
+        return failed(row, str(error))
+
+
+def failed(row: Row, why: str) -> MeasuredRow:
+    return MeasuredRow(
+        row=row, ours_ms=None, rounds_ms=(), failures=1, first_failure=why, times=None
+    )

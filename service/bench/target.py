@@ -24,7 +24,7 @@ class Repeats:
     decode: int
 
 
-FULL = Repeats(warm_up=2, score=6, decode=4)
+FULL = Repeats(warm_up=2, score=5, decode=3)
 QUICK = Repeats(warm_up=1, score=4, decode=2)
 
 

@@ -30,8 +30,14 @@ def own_token(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 def tiny(folder: Path, save_model: SaveModel, class_name: str, dtype: torch.dtype) -> Transformer:
-    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "head_dim": 16}
-    save_model(class_name, vocab_size=130, **sizes)
+    save_model(
+        class_name,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=1,
+        head_dim=16,
+        vocab_size=130,
+    )
     return load_model(folder, dtype=dtype, device=DEVICE, make_ops=FixedTritonOps)
 
 

@@ -1,5 +1,7 @@
 """Reads the description of a model from GGUF metadata."""
 
+import torch
+
 from stemserve.worker.models.config_fields import ConfigFields
 from stemserve.worker.models.errors import ConfigError
 from stemserve.worker.models.gguf_file import GgufFile
@@ -12,6 +14,9 @@ from stemserve.worker.models.rope import (
 )
 
 _DIVISORS = "rope_freqs.weight"
+_EMBEDDING = "token_embd.weight"
+# By GGMLQuantizationType. What is quantised has fewer bits than bfloat16 anyway.
+_FLOATS = {0: torch.float32, 1: torch.float16}
 
 
 def read_gguf_config(file: GgufFile) -> ModelConfig:
@@ -52,13 +57,14 @@ def read_gguf_config(file: GgufFile) -> ModelConfig:
         bos_token_id=next(iter(fields.token_ids("tokenizer.ggml.bos_token_id")), None),
         eos_token_ids=fields.token_ids("tokenizer.ggml.eos_token_id")
         + fields.token_ids("tokenizer.ggml.eot_token_id"),
+        checkpoint_dtype=_FLOATS.get(file.tensors[_EMBEDDING].type_id, torch.bfloat16),
     )
 
 
 def _vocab_size(file: GgufFile) -> int:
-    embedding = file.tensors.get("token_embd.weight")
+    embedding = file.tensors.get(_EMBEDDING)
     if embedding is None or len(embedding.shape) != 2:
-        raise ConfigError(f"{file.path} has no matrix token_embd.weight")
+        raise ConfigError(f"{file.path} has no matrix {_EMBEDDING}")
     return embedding.shape[0]
 
 

@@ -47,7 +47,7 @@ def load_model(
 ) -> Transformer:
     """A model from a Hugging Face folder, its config.json (dummy weights), or a GGUF file.
 
-    Without `dtype` the weights keep the checkpoint's; those of a GGUF file become float32.
+    Without `dtype` the weights keep the checkpoint's; what is quantised becomes bfloat16.
     Without `make_ops` the device has the operations that are fastest on it.
     """
     gguf_path = find_gguf(path)

@@ -37,7 +37,7 @@ def test_every_weight_is_the_one_that_transformers_reads(
 def test_logits_equal_those_of_transformers(
     reference: Any, default_model_path: Path, causal_attend: Attend
 ) -> None:
-    model = load_model(default_model_path)
+    model = load_model(default_model_path, dtype=torch.float32)
     positions = torch.arange(len(TOKEN_IDS))
     logits = model.logits(model.hidden(torch.tensor(TOKEN_IDS), positions, causal_attend))
     with torch.no_grad():

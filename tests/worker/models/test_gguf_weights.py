@@ -108,12 +108,26 @@ def value_types(value: object) -> tuple[gguf.GGUFValueType, ...]:
 
 
 def assert_same_logits(path: Path, reference: Any, attend: Attend) -> None:
-    model = load_model(path)
+    model = load_model(path, dtype=torch.float32)
     token_ids = torch.randint(97, (33,))
     with torch.no_grad():
         expected = reference(token_ids[None], use_cache=False).logits[0]
     logits: Tensor = model.logits(model.hidden(token_ids, torch.arange(33), attend))
     torch.testing.assert_close(logits, expected, atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize(
+    ("kind", "dtype"),
+    [("F32", torch.float32), ("F16", torch.float16), ("BF16", torch.bfloat16)]
+    + [("Q8_0", torch.bfloat16), ("Q4_1", torch.bfloat16)],
+)
+def test_weights_are_of_the_files_type_where_no_other_is_asked_for(
+    save_model: Any, tmp_path: Path, kind: str, dtype: torch.dtype
+) -> None:
+    write_gguf(
+        tmp_path / "m.gguf", save_model("LlamaForCausalLM", **SIZES), GGMLQuantizationType[kind]
+    )
+    assert load_model(tmp_path / "m.gguf").dtype is dtype
 
 
 @pytest.mark.parametrize("kind", ["F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_1"])

@@ -3,29 +3,44 @@
 import torch.nn.functional as F
 from torch import Tensor
 
-from stemserve.kernels.fused.skinny_linear import NextProduct, skinny_linear, skinny_shape
+from stemserve.kernels.fused.skinny_linear import (
+    NextProduct,
+    SkinnyShape,
+    skinny_linear,
+    skinny_shape,
+)
+from stemserve.worker.models.linear import ProductWay
+
+# Bytes of the next product's weights that are sent for ahead, in each way but 0.
+AHEAD = (0, 12 << 20, 24 << 20)
 
 
 class SkinnyLinear:
     """Of few rows the result may be parts of a sum, float32 [parts, rows, out].
 
-    `following`: the product that is computed next, whose weights are sent for ahead.
-
     A launch takes the host several times as long as one of the library: for captured graphs.
     """
 
-    def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
+    def __init__(self, weight: Tensor, bias: Tensor | None, way: ProductWay) -> None:
         self._weight = weight  # [out, in]
         self._bias = bias
-        self.following: SkinnyLinear | None = None
+        self._way = way
+        self.following: SkinnyLinear | None = None  # the product that is computed next
 
     def __call__(self, x: Tensor) -> Tensor:
-        shape = skinny_shape(len(x), *self._weight.shape)
+        shape = self._shape(len(x))
         if shape is None:
             return F.linear(x, self._weight, self._bias)
         following = None if self.following is None else self.following.as_next(len(x))
         return skinny_linear(x, self._weight, self._bias, shape, following)
 
     def as_next(self, rows: int) -> NextProduct:
-        shape = skinny_shape(rows, *self._weight.shape)
-        return NextProduct(weight=self._weight, parts=1 if shape is None else shape.parts)
+        shape = self._shape(rows)
+        return NextProduct(
+            weight=self._weight,
+            parts=1 if shape is None else shape.parts,
+            ahead=AHEAD[self._way.number - 1],
+        )
+
+    def _shape(self, rows: int) -> SkinnyShape | None:
+        return skinny_shape(rows, *self._weight.shape) if self._way.number else None

@@ -1,5 +1,6 @@
 """What the servicers ask of the batcher, and what it answers: token ids in, numbers out."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -159,24 +160,34 @@ class StopCause:
     LENGTH = "length"
 
 
-class SampleToken(NamedTuple):
-    """One new token of one sample."""
+class TopTokens(NamedTuple):
+    """The most likely tokens at a place, most likely first."""
+
+    ids: Sequence[int]
+    logprobs: Sequence[float]  # raw
+
+
+class SampleTokens(NamedTuple):
+    """New tokens of one sample, in order; at least one."""
 
     sample: int
-    token_id: int
-    logprob: float  # raw
-    top_ids: tuple[int, ...] = ()
-    top_logprobs: tuple[float, ...] = ()
-    finish: str | None = None  # StopCause, on the sample's last token
+    token_ids: Sequence[int]
+    logprobs: Sequence[float]  # raw, parallel to token_ids
+    tops: Sequence[TopTokens] = ()  # parallel to token_ids; empty: nobody asked
+    finish: str | None = None  # StopCause, of the last of them
 
 
 class GenerateChunk(NamedTuple):
     """All new tokens of a job from one step, or burst; the last chunk carries usage and timing."""
 
     request_id: str
-    tokens: tuple[SampleToken, ...]
+    news: Sequence[SampleTokens]
     usage: JobUsage | None = None
     timing: JobTiming | None = None
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(len(tokens.token_ids) for tokens in self.news)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -41,7 +41,7 @@ class Answers:
             for event in job.deliver(outputs):
                 self._events.append(event)
                 if isinstance(event, GenerateChunk):
-                    generated[job.tenant] += len(event.tokens)
+                    generated[job.tenant] += event.num_tokens
                 failed = failed or isinstance(event, JobFailed)
             if failed:
                 self._jobs.end(job)
@@ -57,7 +57,7 @@ class Answers:
         if isinstance(last, GenerateChunk) and self._events:
             newest = self._events[-1]
             if isinstance(newest, GenerateChunk) and newest.request_id == last.request_id:
-                last = last._replace(tokens=newest.tokens)
+                last = last._replace(news=newest.news)
                 del self._events[-1]
         self._events.append(last)
         self._jobs.end(job)

@@ -17,7 +17,7 @@ from stemserve.service.request import (
     GenerateJob,
     JobFailed,
     JobUsage,
-    SampleToken,
+    SampleTokens,
 )
 
 
@@ -124,22 +124,26 @@ class GenerateProgress(JobProgress):
                 self.lacks_pages = True
 
     def deliver(self, outputs: StepOutputs) -> list[Event]:
-        tokens: list[SampleToken] = []
+        news: list[SampleTokens] = []
         failure: JobFailed | None = None
         for draw in self._draws.pop(outputs.step_id, ()):
             sample = draw.sample
             sample.pending -= draw.steps
             if not sample.has_ended:
-                known = len(tokens)
-                if not sample.take(draw, outputs.drawn, self._job, tokens):
+                taken = sample.take(draw, outputs.drawn, self._job)
+                count = len(taken.token_ids)
+                if count:
+                    news.append(taken)
+                    self.output_tokens += count
+                if sample.has_ended:
+                    self.num_live -= 1
+                elif count < draw.steps:
                     failure = self._failure(sample, draw.node)
-                self.output_tokens += len(tokens) - known
-                self.num_live -= sample.has_ended
             if sample.has_ended:
                 self._settle(sample)
         if failure is not None:
             return [failure]
-        return [GenerateChunk(request_id=self.request_id, tokens=tuple(tokens))] if tokens else []
+        return [GenerateChunk(self.request_id, news)] if news else []
 
     def stop_sample(self, index: int) -> None:
         sample = self._samples[index]
@@ -161,9 +165,7 @@ class GenerateProgress(JobProgress):
             kv_read_bytes=self.kv_read_bytes,
             kv_avoided_bytes=self.kv_avoided_bytes,
         )
-        return GenerateChunk(
-            request_id=self.request_id, tokens=(), usage=usage, timing=self.timing(now)
-        )
+        return GenerateChunk(self.request_id, (), usage, self.timing(now))
 
     def release(self) -> None:
         for sample in self._samples:

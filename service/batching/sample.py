@@ -1,7 +1,6 @@
 """One sample of a Generate job: its tokens, and the pages it writes them to."""
 
 from dataclasses import dataclass, field
-from itertools import repeat
 from typing import NamedTuple
 
 import numpy as np
@@ -11,7 +10,7 @@ from stemserve.service.batching.plan_arrays import pack_float32, pack_int32
 from stemserve.service.batching.prefix_tree import PageNode
 from stemserve.service.batching.sequence import Branch
 from stemserve.service.batching.step_outputs import Drawn
-from stemserve.service.request import GenerateJob, Int32, SamplerSpec, SampleToken, StopCause
+from stemserve.service.request import GenerateJob, Int32, SamplerSpec, SampleTokens, StopCause
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -31,30 +30,19 @@ class Sample:
         """Generated, known or not."""
         return len(self.tokens) + self.pending
 
-    def take(self, draw: "Draw", drawn: Drawn, job: GenerateJob, news: list[SampleToken]) -> bool:
-        """Add the tokens of a draw, up to the sample's last, to `news` too. False: there is one
-        that could not be drawn."""
+    def take(self, draw: "Draw", drawn: Drawn, job: GenerateJob) -> SampleTokens:
+        """Add the tokens of a draw up to the sample's last, or to one that could not be drawn."""
         good = drawn.good_steps(draw.at, draw.steps)
-        ids, finish = drawn.tokens[draw.at][:good], None
+        ids, logprobs, finish = drawn.tokens[draw.at][:good], drawn.logprobs[draw.at], None
         if not job.stop_ids.isdisjoint(ids):
             ids = ids[: next(n for n, token in enumerate(ids, 1) if token in job.stop_ids)]
             finish = StopCause.STOP_ID
         elif len(self.tokens) + good == job.max_new_tokens:
             finish = StopCause.LENGTH
         self.tokens += ids
-        if drawn.has_tops:
-            tops = [drawn.tops(draw.at, number) for number in range(len(ids))]
-            news += [
-                SampleToken(self.index, token, logprob, *top)
-                for token, logprob, top in zip(ids, drawn.logprobs[draw.at], tops, strict=False)
-            ]
-        else:
-            news += map(SampleToken, repeat(self.index), ids, drawn.logprobs[draw.at])
-        if finish is None:
-            return good == draw.steps
-        news[-1] = news[-1]._replace(finish=finish)
-        self.has_ended = True
-        return True
+        self.has_ended = finish is not None
+        tops = [drawn.tops(draw.at, number) for number in range(len(ids) * drawn.has_tops)]
+        return SampleTokens(self.index, ids, logprobs[: len(ids)], tops, finish)
 
     def sequence(self, prompt: Int32) -> Int32:
         return np.concatenate([prompt, np.array(self.tokens, np.int32)])

@@ -10,7 +10,7 @@ from stemserve.proto.v1 import worker_pb2
 from stemserve.service.batching.plan_arrays import unpack_float32, unpack_int32
 from stemserve.service.batching.step_builder import IssuedStep
 from stemserve.service.errors import EngineFault
-from stemserve.service.request import Float32, Int32
+from stemserve.service.request import Float32, Int32, TopTokens
 
 Bool = NDArray[np.bool_]
 
@@ -49,13 +49,12 @@ class Drawn:
         draws = range(sample, sample + steps * len(self.tokens), len(self.tokens))
         return next((n for n, at in enumerate(draws) if at in self._failed), steps)
 
-    def tops(self, sample: int, sub_step: int) -> tuple[tuple[int, ...], tuple[float, ...]]:
-        """The most likely tokens and their log-probabilities."""
+    def tops(self, sample: int, sub_step: int) -> TopTokens:
         at = sub_step * len(self.tokens) + sample
         first, end = self._top_indptr[at : at + 2].tolist()
         ids: list[int] = self._top_ids[first:end].tolist()
         logprobs: list[float] = self._top_logprobs[first:end].tolist()
-        return tuple(ids), tuple(logprobs)
+        return TopTokens(ids, logprobs)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

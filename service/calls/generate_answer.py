@@ -5,7 +5,7 @@ from dataclasses import replace
 
 from stemserve.proto.v1 import inference_pb2
 from stemserve.service.calls.score_answer import usage_message
-from stemserve.service.request import GenerateChunk, SampleToken
+from stemserve.service.request import GenerateChunk, SampleTokens, TopTokens
 from stemserve.service.text.sample_text import SampleText
 
 
@@ -30,7 +30,7 @@ class GenerateAnswer:
         """The message, if there is news, and the samples that a stop string ended just now."""
         message = inference_pb2.GenerateResponse(request_id=self._request_id, token_offsets=(0,))
         stopped = list[int]()
-        for sample, news in _by_sample(chunk.tokens).items():
+        for sample, news in _by_sample(chunk.news).items():
             if not self._samples[sample].finish:
                 self._add_sample(message, sample, news)
                 if self._samples[sample].stopped_by_text:
@@ -42,41 +42,40 @@ class GenerateAnswer:
         return (message if news_to_send else None), tuple(stopped)
 
     def _add_sample(
-        self, message: inference_pb2.GenerateResponse, sample: int, news: Sequence[SampleToken]
+        self, message: inference_pb2.GenerateResponse, sample: int, news: Sequence[SampleTokens]
     ) -> None:
-        state = self._samples[sample]
-        text, count = state.feed(news)
-        if count < len(news):
-            news = news[:count]
-        self.output_tokens += count
-        message.token_ids.extend([token.token_id for token in news])
-        if self._logprobs:
-            message.logprobs.extend([token.logprob for token in news])
-        if self._top_logprobs:
-            message.top_logprobs.extend(map(_top_logprobs, news))
+        state, text = self._samples[sample], ""
+        for tokens in news:
+            new_text, count = state.feed(tokens)
+            text += new_text
+            self.output_tokens += count
+            message.token_ids.extend(tokens.token_ids[:count])
+            if self._logprobs:
+                message.logprobs.extend(tokens.logprobs[:count])
+            if self._top_logprobs:
+                message.top_logprobs.extend(map(_top_logprobs, tokens.tops[:count]))
+            if state.finish:
+                break
         message.sample_index.append(sample)
         message.text.append(text)
         message.finish_reason.append(state.finish)
         message.token_offsets.append(len(message.token_ids))
 
 
-def _by_sample(tokens: Sequence[SampleToken]) -> Mapping[int, Sequence[SampleToken]]:
+def _by_sample(news: Sequence[SampleTokens]) -> Mapping[int, Sequence[SampleTokens]]:
     """In the order of the samples; most calls have one."""
-    if tokens and tokens[0].sample == tokens[-1].sample:
-        sample = tokens[0].sample
-        if all(token.sample == sample for token in tokens):
-            return {sample: tokens}
-    apart: dict[int, list[SampleToken]] = {}
-    for token in tokens:
-        apart.setdefault(token.sample, []).append(token)
+    if len(news) == 1:
+        return {news[0].sample: news}
+    apart: dict[int, list[SampleTokens]] = {}
+    for tokens in news:
+        apart.setdefault(tokens.sample, []).append(tokens)
     return dict(sorted(apart.items()))
 
 
-def _top_logprobs(token: SampleToken) -> inference_pb2.TopLogprobs:
-    pairs = zip(token.top_ids, token.top_logprobs, strict=True)
+def _top_logprobs(top: TopTokens) -> inference_pb2.TopLogprobs:
     return inference_pb2.TopLogprobs(
         tokens=[
             inference_pb2.TokenLogprob(token_id=token_id, logprob=logprob)
-            for token_id, logprob in pairs
+            for token_id, logprob in zip(top.ids, top.logprobs, strict=True)
         ]
     )

@@ -16,7 +16,7 @@ from stemserve.service.calls.score_runner import passed, timing_message
 from stemserve.service.engine import Engine
 from stemserve.service.errors import EngineFault
 from stemserve.service.metrics import Metrics
-from stemserve.service.request import GenerateChunk, GenerateJob, SampleToken
+from stemserve.service.request import GenerateChunk, GenerateJob, SampleTokens
 from stemserve.service.text.tokenizer import Tokenizer
 
 Messages = AsyncGenerator[inference_pb2.GenerateResponse, None]
@@ -116,11 +116,10 @@ class _RunningCall:
         self._steps: list[int] = []  # that each of them is of
 
     def note(self, chunk: GenerateChunk, samples: int) -> None:
-        if chunk.tokens:
+        if chunk.news:
             self.phase = "decode"
             self.token_times.append(time.monotonic())
-            steps = len(chunk.tokens) if samples == 1 else _most_tokens(chunk.tokens)
-            self._steps.append(steps)
+            self._steps.append(chunk.num_tokens if samples == 1 else _most_tokens(chunk.news))
 
     def gaps(self) -> list[tuple[float, int]]:
         """Seconds from chunk to chunk, and of how many steps the later one is."""
@@ -129,6 +128,9 @@ class _RunningCall:
         return list(zip(seconds, self._steps[1:], strict=True))
 
 
-def _most_tokens(tokens: Sequence[SampleToken]) -> int:
+def _most_tokens(news: Sequence[SampleTokens]) -> int:
     """Of one sample."""
-    return max(Counter([token.sample for token in tokens]).values())
+    counts: Counter[int] = Counter()
+    for tokens in news:
+        counts[tokens.sample] += len(tokens.token_ids)
+    return max(counts.values())

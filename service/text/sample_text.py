@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from stemserve.proto.v1 import inference_pb2
-from stemserve.service.request import SampleToken, StopCause
+from stemserve.service.request import SampleTokens, StopCause
 from stemserve.service.text.detokenizer import Detokenizer
 from stemserve.service.text.stop_strings import StopMatcher
 
@@ -26,21 +26,19 @@ class SampleText:
     def stopped_by_text(self) -> bool:
         return self._matcher.matched
 
-    def feed(self, tokens: Sequence[SampleToken]) -> tuple[str, int]:
+    def feed(self, news: SampleTokens) -> tuple[str, int]:
         """The new text, and how many of the tokens it is of; sets `finish` at the sample's last."""
+        ids, text = news.token_ids, ""
         if not self._has_stops:
-            return self._feed_all(tokens), len(tokens)
-        text = ""
-        for number, token in enumerate(tokens, start=1):
-            text += self._feed_one(token)
+            return self._feed(ids, news.finish), len(ids)
+        for number, token_id in enumerate(ids, start=1):
+            text += self._feed_one(token_id, news.finish if number == len(ids) else None)
             if self.finish:
                 return text, number
-        return text, len(tokens)
+        return text, len(ids)
 
-    def _feed_all(self, tokens: Sequence[SampleToken]) -> str:
+    def _feed(self, ids: Sequence[int], finish: str | None) -> str:
         """Where only the engine ends a sample."""
-        finish = tokens[-1].finish
-        ids = [token.token_id for token in tokens]
         if finish is None:
             return self._detokenizer.feed(ids)
         by_id = finish == StopCause.STOP_ID
@@ -49,16 +47,16 @@ class SampleText:
         )
         return self._detokenizer.feed(ids[:-1] if by_id else ids) + self._detokenizer.flush()
 
-    def _feed_one(self, token: SampleToken) -> str:
+    def _feed_one(self, token_id: int, finish: str | None) -> str:
         self._tokens += 1
-        by_id = token.finish == StopCause.STOP_ID
-        text = "" if by_id else self._detokenizer.feed([token.token_id])
-        if token.finish is not None:
+        by_id = finish == StopCause.STOP_ID
+        text = "" if by_id else self._detokenizer.feed([token_id])
+        if finish is not None:
             text += self._detokenizer.flush()
         if self._tokens >= self._min_new_tokens:
             text = self._matcher.feed(text)
         if self._matcher.matched or by_id:
             self.finish = inference_pb2.FINISH_REASON_STOP
-        elif token.finish is not None:
+        elif finish is not None:
             self.finish = inference_pb2.FINISH_REASON_LENGTH
         return text + self._matcher.flush() if self.finish else text

@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 from stemserve.service.errors import SlowReader
 from stemserve.service.limits import Limits
-from stemserve.service.request import GenerateChunk, SampleToken
+from stemserve.service.request import GenerateChunk, SampleTokens
 
 MAX_UNREAD_TOKENS = Limits().max_unread_tokens
 
@@ -13,7 +13,7 @@ MAX_UNREAD_TOKENS = Limits().max_unread_tokens
 class TokenStream:
     """For one writer and one reader on one event loop.
 
-    A reader that is behind gets all that has come as one chunk, in order. A token takes some 200
+    A reader that is behind gets all that has come as one chunk, in order. A token takes some 100
     bytes here.
     """
 
@@ -27,7 +27,8 @@ class TokenStream:
         client to take what it has, and not in `take`."""
         self._max_unread_tokens = max_unread_tokens
         self._on_overflow = on_overflow
-        self._tokens: list[SampleToken] = []
+        self._unread: list[SampleTokens] = []
+        self._num_tokens = 0  # in it
         self._last: GenerateChunk | None = None  # the newest chunk that was not taken
         self._error: Exception | None = None
         self._news = asyncio.Event()
@@ -35,16 +36,18 @@ class TokenStream:
     def put(self, chunk: GenerateChunk) -> None:
         if self._error is not None:
             return
-        if self._tokens and len(self._tokens) + len(chunk.tokens) > self._max_unread_tokens:
+        num_tokens = self._num_tokens + chunk.num_tokens
+        if self._unread and num_tokens > self._max_unread_tokens:
             error = SlowReader(
-                f"{len(self._tokens)} tokens wait for the client to read them, and "
+                f"{self._num_tokens} tokens wait for the client to read them, and "
                 f"max_unread_tokens is {self._max_unread_tokens}; read faster or ask for less"
             )
             self.fail(error)
             if self._on_overflow is not None:
                 self._on_overflow(error)
             return
-        self._tokens += chunk.tokens
+        self._unread += chunk.news
+        self._num_tokens = num_tokens
         self._last = chunk
         self._news.set()
 
@@ -59,14 +62,7 @@ class TokenStream:
         if last is None:
             assert self._error is not None
             raise self._error
-        tokens, self._tokens = self._tokens, []
+        news, self._unread, self._num_tokens = self._unread, [], 0
         if self._error is None:
             self._news.clear()
-        if len(tokens) == len(last.tokens):
-            return last
-        return GenerateChunk(
-            request_id=last.request_id,
-            tokens=tuple(tokens),
-            usage=last.usage,
-            timing=last.timing,
-        )
+        return last if len(news) == len(last.news) else last._replace(news=news)

@@ -102,11 +102,12 @@ class Rig:
                 case JobFailed():
                     answer.error = event.error
                 case GenerateChunk():
-                    for token in event.tokens:
-                        assert token.sample not in answer.finish
-                        answer.tokens.setdefault(token.sample, []).append(token.token_id)
-                        if token.finish is not None:
-                            answer.finish[token.sample] = token.finish
+                    for news in event.news:
+                        assert news.sample not in answer.finish and len(news.token_ids)
+                        assert len(news.logprobs) == len(news.token_ids)
+                        answer.tokens.setdefault(news.sample, []).extend(news.token_ids)
+                        if news.finish is not None:
+                            answer.finish[news.sample] = news.finish
                     if event.usage is not None:
                         answer.last = event
 

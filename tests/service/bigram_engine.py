@@ -17,11 +17,12 @@ from stemserve.service.request import (
     JobUsage,
     Load,
     Realm,
-    SampleToken,
+    SampleTokens,
     ScoreJob,
     ScorePart,
     ScoreResult,
     StopCause,
+    TopTokens,
     WorkerFacts,
 )
 
@@ -214,23 +215,23 @@ class BigramEngine:
         for step in range(job.max_new_tokens):
             await asyncio.sleep(0)
             live -= {sample for name, sample in self.stopped if name == job.request_id}
-            tokens = [self._token(job, sample, step, last[sample]) for sample in sorted(live)]
-            produced += len(tokens)
-            for token in tokens:
-                last[token.sample] = token.token_id
-            live -= {token.sample for token in tokens if token.finish}
-            yield GenerateChunk(request_id=job.request_id, tokens=tuple(tokens))
+            news = [self._token(job, sample, step, last[sample]) for sample in sorted(live)]
+            produced += len(news)
+            for token in news:
+                last[token.sample] = token.token_ids[0]
+            live -= {token.sample for token in news if token.finish}
+            yield GenerateChunk(request_id=job.request_id, news=news)
             if not live:
                 break
         prompt = len(job.prompt)
         yield GenerateChunk(
             request_id=job.request_id,
-            tokens=(),
+            news=(),
             usage=JobUsage(prompt_tokens=prompt, computed_tokens=prompt, output_tokens=produced),
             timing=JobTiming(queue_s=0.001, engine_s=0.002),
         )
 
-    def _token(self, job: GenerateJob, sample: int, step: int, last: int) -> SampleToken:
+    def _token(self, job: GenerateJob, sample: int, step: int, last: int) -> SampleTokens:
         row = self._next(last)
         sampler = job.samplers[sample]
         if self.script:
@@ -244,11 +245,10 @@ class BigramEngine:
         if token_id in job.stop_ids and step + 1 >= sampler.min_new_tokens:
             finish = StopCause.STOP_ID
         best = np.argsort(-row, kind="stable")[: sampler.top_logprobs]
-        return SampleToken(
+        return SampleTokens(
             sample=sample,
-            token_id=token_id,
-            logprob=float(np.log(row[token_id])),
-            top_ids=tuple(best.tolist()),
-            top_logprobs=tuple(np.log(row[best]).tolist()),
+            token_ids=[token_id],
+            logprobs=[float(np.log(row[token_id]))],
+            tops=[TopTokens(best.tolist(), np.log(row[best]).tolist())],
             finish=finish,
         )

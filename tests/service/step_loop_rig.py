@@ -18,7 +18,7 @@ from stemserve.service.request import (
     JobUsage,
     Load,
     Realm,
-    SampleToken,
+    SampleTokens,
     WorkerFacts,
 )
 from stemserve.service.workers.step_commands import (
@@ -112,9 +112,9 @@ class CountingBatcher:
                 continue
             self.done[name] += 1
             last = self.done[name] == self._length(name)
-            token = SampleToken(sample=0, token_id=result.step_id, logprob=0.0)
+            tokens = SampleTokens(0, [result.step_id], [0.0])
             usage = JobUsage() if last else None
-            events.append(GenerateChunk(request_id=name, tokens=(token,), usage=usage))
+            events.append(GenerateChunk(request_id=name, news=[tokens], usage=usage))
             if last:
                 del self.jobs[name]
         return events

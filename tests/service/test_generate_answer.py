@@ -7,7 +7,7 @@ import pytest
 
 from stemserve.proto.v1 import inference_pb2
 from stemserve.service.calls.generate_answer import GenerateAnswer
-from stemserve.service.request import GenerateChunk, SampleToken, StopCause
+from stemserve.service.request import GenerateChunk, SampleTokens, StopCause, TopTokens
 
 SAMPLES, LENGTH = 3, 12
 WORDS = [b"a", b"b", b" ", b"\xe4\xb8", b"\x96", b"\xff", b"\xf0\x9f\x99\x82", b""]
@@ -15,28 +15,41 @@ WORDS = [b"a", b"b", b" ", b"\xe4\xb8", b"\x96", b"\xff", b"\xf0\x9f\x99\x82", b
 Told = dict[int, tuple[str, list[int], list[float], int]]
 
 
-def drawn(rng: random.Random, finish: str) -> list[SampleToken]:
+def drawn(rng: random.Random, finish: str) -> list[SampleTokens]:
     """Some tokens of each sample, the samples' tokens among each other's."""
     left = [LENGTH - 3 * sample for sample in range(SAMPLES)]
-    tokens: list[SampleToken] = []
+    tokens: list[SampleTokens] = []
     while any(left):
         sample = rng.choice([s for s in range(SAMPLES) if left[s]])
         left[sample] -= 1
         ends = None if left[sample] else finish
-        top = rng.randrange(len(WORDS))
-        token = SampleToken(sample, rng.randrange(9), rng.random(), (top,), (0.5,), ends)
-        tokens.append(token)
+        top = TopTokens([rng.randrange(len(WORDS))], [0.5])
+        tokens.append(SampleTokens(sample, [rng.randrange(9)], [rng.random()], [top], ends))
     return tokens
 
 
+def in_bursts(tokens: list[SampleTokens]) -> list[SampleTokens]:
+    """Sample by sample, four tokens at a time."""
+    bursts: list[SampleTokens] = []
+    for sample in range(SAMPLES):
+        own = [token for token in tokens if token.sample == sample]
+        for start in range(0, len(own), 4):
+            part = own[start : start + 4]
+            ids = [token.token_ids[0] for token in part]
+            logprobs = [token.logprobs[0] for token in part]
+            tops = [token.tops[0] for token in part]
+            bursts.append(SampleTokens(sample, ids, logprobs, tops, part[-1].finish))
+    return bursts
+
+
 def told(
-    request: inference_pb2.GenerateRequest, tokens: list[SampleToken], at_once: int
+    request: inference_pb2.GenerateRequest, tokens: list[SampleTokens], at_once: int
 ) -> tuple[Told, set[int]]:
     answer = GenerateAnswer(request, WORDS, SAMPLES)
     stopped = set[int]()
     news: Told = defaultdict(lambda: ("", [], [], 0))
     for start in range(0, len(tokens), at_once):
-        chunk = GenerateChunk(request_id="x", tokens=tuple(tokens[start : start + at_once]))
+        chunk = GenerateChunk(request_id="x", news=tokens[start : start + at_once])
         message, ended = answer.add(chunk)
         stopped.update(ended)
         if message is None:
@@ -67,6 +80,8 @@ def test_many_tokens_in_one_message_say_what_a_message_a_token_says(
     one_by_one = told(request, tokens, 1)
     assert told(request, tokens, rng.randrange(2, 12)) == one_by_one
     assert told(request, tokens, len(tokens)) == one_by_one
+    bursts = in_bursts(tokens)
+    assert told(request, bursts, rng.randrange(1, 4)) == one_by_one
     for sample, (text, ids, _, reason) in one_by_one[0].items():
         known = [WORDS[token] for token in ids if token < len(WORDS)]
         whole = b"".join(known[:-1] if finish == StopCause.STOP_ID and not stops else known)

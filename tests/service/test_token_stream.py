@@ -5,13 +5,13 @@ import asyncio
 import pytest
 
 from stemserve.service.errors import EngineFault, SlowReader
-from stemserve.service.request import GenerateChunk, JobUsage, SampleToken
+from stemserve.service.request import GenerateChunk, JobUsage, SampleTokens
 from stemserve.service.workers.token_stream import TokenStream
 
 
 def chunk(*token_ids: int, last: bool = False) -> GenerateChunk:
-    tokens = tuple(SampleToken(sample=0, token_id=token, logprob=-1.0) for token in token_ids)
-    return GenerateChunk(request_id="a", tokens=tokens, usage=JobUsage() if last else None)
+    news = [SampleTokens(0, token_ids, [-1.0] * len(token_ids))] if token_ids else []
+    return GenerateChunk(request_id="a", news=news, usage=JobUsage() if last else None)
 
 
 def make_stream(
@@ -22,7 +22,7 @@ def make_stream(
 
 
 def ids(taken: GenerateChunk) -> list[int]:
-    return [token.token_id for token in taken.tokens]
+    return [token_id for tokens in taken.news for token_id in tokens.token_ids]
 
 
 async def test_a_reader_that_waits_gets_each_chunk_as_it_is() -> None:

@@ -52,7 +52,8 @@ def candidates(step: Step) -> Iterator[Candidate]:
     tree = np.where(decode, -2, _roots(step.layout)[step.layout.segment_node])
     keys = tree.astype(np.int64) * FORCED_KEYS + step.segment_kernel
     order = np.argsort(keys, kind="stable")
-    ends = np.flatnonzero(np.diff(keys[order])) + 1
+    keys_in_order = keys[order]
+    ends = (keys_in_order[1:] != keys_in_order[:-1]).nonzero()[0] + 1
     for segments in np.split(order, ends):
         root, forced = divmod(int(keys[segments[0]]), FORCED_KEYS)
         phase = Phase.DECODE if root == -2 else Phase.PREFILL

@@ -31,14 +31,14 @@ class StepLimits:
 
 
 def check_range(name: str, values: NDArray[np.integer], low: int, end: int) -> None:
-    wrong = values[(values < low) | (values >= end)]
-    if wrong.size:
+    if values.size and (values.min() < low or values.max() >= end):
+        wrong = values[(values < low) | (values >= end)]
         shown = ", ".join(str(v) for v in wrong[:SHOWN_VALUES])
         raise BadPlan(f"{name} must be in {low}..{end - 1}; found {shown}")
 
 
 def check_unique(name: str, values: Int32) -> None:
-    if len(values) < 2:
+    if len(values) < 2 or (values[1:] > values[:-1]).all():
         return
     ordered = np.sort(values)
     twice = ordered[1:][ordered[1:] == ordered[:-1]]
@@ -49,7 +49,7 @@ def check_unique(name: str, values: Int32) -> None:
 def check_indptr(name: str, indptr: Int32, slices: int, total: int) -> None:
     if len(indptr) != slices + 1:
         raise BadPlan(f"{name} has {len(indptr)} numbers; {slices} slices need {slices + 1}")
-    if indptr[0] != 0 or indptr[-1] != total or (np.diff(indptr) < 0).any():
+    if indptr[0] != 0 or indptr[-1] != total or (indptr[1:] < indptr[:-1]).any():
         raise BadPlan(f"{name} must rise from 0 to {total}")
 
 
@@ -122,19 +122,20 @@ def check_segments(layout: AttentionLayout, kind: Int32, kernel: Int32) -> None:
 def check_layout_rows(layout: AttentionLayout, positions: Int32, kv_slots: Int32) -> None:
     """Positions follow from the chains, and stored rows go where their chains say."""
     rows = layout.segment_rows
-    row_segment = np.repeat(np.arange(layout.num_segments), rows)
-    first = layout.chain_tokens - np.where(layout.segment_is_item, 0, rows)
-    expected = first[row_segment] + np.arange(len(positions)) - layout.segment_indptr[row_segment]
-    if (positions != expected).any():
-        row = int(np.flatnonzero(positions != expected)[0])
+    first = layout.chain_tokens - np.where(layout.segment_is_item, np.int32(0), rows)
+    shifts = (first - layout.segment_indptr[:-1]).repeat(rows)
+    expected = shifts + np.arange(len(positions), dtype=np.int32)
+    if (differs := positions != expected).any():
+        row = int(differs.argmax())
         raise BadPlan(
             f"positions: row {row} has position {positions[row]}; "
             f"by its segment's chain it is token {expected[row]}"
         )
-    is_item = layout.segment_is_item[row_segment]
-    if (kv_slots[is_item] != -1).any():
+    is_stored = kv_slots != -1
+    if (is_stored & layout.segment_is_item.repeat(rows)).any():
         raise BadPlan("kv_slots: an item's rows are not stored")
-    stored = np.flatnonzero(kv_slots >= 0)
+    stored = is_stored.nonzero()[0]
+    row_segment = np.arange(layout.num_segments).repeat(rows)
     wrong = kv_slots[stored] != _slots_of(layout, row_segment[stored], positions[stored])
     if wrong.any():
         row = int(stored[np.flatnonzero(wrong)[0]])
@@ -147,6 +148,8 @@ def _slots_of(layout: AttentionLayout, row_segment: NDArray[np.intp], positions:
     start = layout.node_start
     while (above := positions < start[node]).any():
         node = np.where(above, layout.node_parent[node], node)
-    page, offset = np.divmod(positions - start[node], layout.page_size)
+    inside = positions - start[node]
+    page = inside // layout.page_size
     pages = layout.node_pages[layout.node_page_indptr[node] + page]
-    return pages * layout.page_size + offset
+    slots: Int32 = (pages - page) * layout.page_size + inside
+    return slots

@@ -6,6 +6,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -41,6 +42,10 @@ def runs(pid: int) -> bool:
     return status.rpartition(")")[2].split()[0] != "Z"
 
 
+def has_content(file: Path) -> bool:
+    return file.read_bytes() != b""
+
+
 def test_a_started_worker_answers_on_its_address(fake_worker_command: Command) -> None:
     with WorkerProcess(fake_worker_command()) as worker:
         client = WorkerClient(worker.address)
@@ -58,7 +63,7 @@ def test_the_worker_allocates_as_it_is_told(
             monkeypatch.setenv("MALLOC_MMAP_THRESHOLD_", wanted)
         with WorkerProcess(fake_worker_command()) as worker:
             environ = Path(f"/proc/{worker.pid}/environ")
-            assert wait_until(lambda path=environ: path.read_bytes() != b"")
+            assert wait_until(partial(has_content, environ))
             variables = environ.read_bytes().split(b"\0")
         settings = dict(worker_process.ALLOCATION)
         if wanted is not None:

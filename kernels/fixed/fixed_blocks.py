@@ -6,6 +6,7 @@ and so has a key, whatever else is computed, stored or an item's. Blocks of keys
 from the first token on; what a row does not see adds exact zeros.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -15,9 +16,9 @@ from torch import Tensor
 from stemserve.kernels.attention_state import AttentionState, LayerKV
 from stemserve.kernels.eligibility import decode_refusal
 from stemserve.kernels.host_array import index_tensor
-from stemserve.kernels.layout import AttentionLayout, HeadShape, int32
+from stemserve.kernels.layout import AttentionLayout, HeadShape, Int32, int32
 from stemserve.kernels.strategy import TORCH, Kernel, Part, Phase, Work
-from stemserve.kernels.token_sources import indptr, token_slots
+from stemserve.kernels.token_sources import EMPTY, indptr, row_sources, token_slots
 
 ROWS = 16
 KEYS = 256
@@ -26,23 +27,40 @@ NO_SCORE = -1e30  # finite, so that a difference of two is no NaN
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SequenceRows:
-    """The rows of one segment, and the keys that the last of them sees."""
+    """The rows of one segment."""
 
-    slots: Tensor  # [stored] int64: tokens in the pages, from the first on
     first: int  # of q's rows
     rows: int
     place: int  # of the first row in its sequence; below 0: it sees nothing
-    is_item: bool  # its rows are keys behind the stored ones
+    blocks: list[int]  # of keys, up to the last one that the last row sees
 
-    @property
-    def keys(self) -> int:
-        return max(0, self.place + self.rows)
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KeyBlocks:
+    """Where the keys of all blocks come from; sequences of one beginning share its blocks."""
+
+    count: int
+    stored_at: Tensor  # [stored] int64: places in the blocks
+    slots: Tensor  # [stored] int64
+    own_at: Tensor  # [own] int64
+    rows: Tensor  # [own] int64
+
+    def gather(
+        self,
+        pages: Tensor,  # [pages, page_size, kv_heads, head_dim]
+        rows: Tensor,  # [rows, kv_heads, head_dim]
+    ) -> Tensor:  # [blocks, kv_heads, KEYS, head_dim] float32, zeros behind the last key
+        keys = pages.new_zeros((self.count * KEYS, *pages.shape[2:]), dtype=torch.float32)
+        keys.index_copy_(0, self.stored_at, pages.flatten(0, 1)[self.slots].float())
+        keys.index_copy_(0, self.own_at, rows[self.rows].float())
+        return keys.view(self.count, KEYS, *pages.shape[2:]).transpose(1, 2)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FixedBlocksPlan:
     work: Work
     sequences: list[SequenceRows]
+    keys: KeyBlocks
 
 
 class FixedBlocks:
@@ -74,28 +92,31 @@ class FixedBlocks:
         return Work(parts=(part,))
 
     def plan(self, layout: AttentionLayout) -> FixedBlocksPlan:
-        slots = {
-            node: index_tensor(token_slots(layout, int32(layout.chain(node))), self._device)
-            for node in np.unique(layout.segment_node).tolist()
-        }
+        numbers: dict[bytes, int] = {}
         sequences = [
             SequenceRows(
-                slots=slots[int(layout.segment_node[segment])],
                 first=int(layout.segment_indptr[segment]),
-                rows=int(rows),
+                rows=rows,
                 place=_first_place(layout, segment),
-                is_item=bool(layout.segment_is_item[segment]),
+                blocks=[
+                    numbers.setdefault(block.tobytes(), len(numbers))
+                    for block in _key_sources(layout, segment)
+                ],
             )
             for segment, rows in enumerate(layout.segment_rows.tolist())
             if rows
         ]
-        return FixedBlocksPlan(work=self.work(layout), sequences=sequences)
+        sources = np.frombuffer(b"".join(numbers), np.int32)
+        return FixedBlocksPlan(
+            work=self.work(layout), sequences=sequences, keys=_key_blocks(sources, self._device)
+        )
 
     def run(self, plan: FixedBlocksPlan, q: Tensor, kv: LayerKV) -> AttentionState:
         out = torch.zeros(q.shape, dtype=q.dtype, device=q.device)
         lse = torch.full(q.shape[:2], -torch.inf, dtype=torch.float32, device=q.device)
+        keys = plan.keys.gather(kv.k_pages, kv.k_rows)
+        values = plan.keys.gather(kv.v_pages, kv.v_rows)
         for sequence in plan.sequences:
-            keys, values = (_blocks(sequence, *of) for of in zip(kv[:2], kv[2:], strict=True))
             self._run_sequence(sequence, q, (keys, values), AttentionState(out, lse))
         return AttentionState(out, lse)
 
@@ -114,12 +135,8 @@ class FixedBlocks:
             count = min(ROWS - lane, end - row)
             block = q.new_zeros((ROWS, *q.shape[1:]), dtype=torch.float32)
             block[lane : lane + count] = q[row : row + count]
-            visible = torch.zeros(ROWS, dtype=torch.int64, device=q.device)
-            seen = torch.arange(place + 1, place + count + 1, device=q.device)
-            visible[lane : lane + count] = seen
-            found = self._attend(
-                block, visible, *(part[: -(-(place + count) // KEYS)] for part in kv)
-            )
+            blocks = sequence.blocks[: -(-(place + count) // KEYS)]
+            found = self._attend(block, place, *([part[b] for b in blocks] for part in kv))
             into.out[row : row + count] = found.out[lane : lane + count].to(q.dtype)
             into.lse[row : row + count] = found.lse[lane : lane + count]
             row, place = row + count, place + count
@@ -127,24 +144,23 @@ class FixedBlocks:
     def _attend(
         self,
         q: Tensor,  # [ROWS, query_heads, head_dim] float32
-        visible: Tensor,  # [ROWS] keys that each row sees
-        keys: Tensor,  # [blocks, kv_heads, KEYS, head_dim] float32
-        values: Tensor,
+        place: int,  # of the first row that counts; the row of place p is row p % ROWS
+        keys: Sequence[Tensor],  # of blocks [kv_heads, KEYS, head_dim] float32
+        values: Sequence[Tensor],
     ) -> AttentionState:
         shape = self._shape
-        folded = q.view(ROWS, shape.kv_heads, shape.group, -1).transpose(0, 1)
+        folded = (q * shape.scale).view(ROWS, shape.kv_heads, shape.group, -1).transpose(0, 1)
         folded = folded.reshape(shape.kv_heads, ROWS * shape.group, -1)
-        visible = visible.repeat_interleave(shape.group)[None, :, None]
-        number = torch.arange(KEYS, device=q.device)
         peak = torch.full((*folded.shape[:2], 1), NO_SCORE, device=q.device)
         total, out = torch.zeros_like(peak), torch.zeros_like(folded)
         for block, (k, v) in enumerate(zip(keys, values, strict=True)):
-            scores = torch.bmm(folded, k.transpose(1, 2)) * shape.scale
-            scores = scores.masked_fill(number + block * KEYS >= visible, -torch.inf)
+            scores = torch.bmm(folded, k.transpose(1, 2))
+            if place + 1 < (block + 1) * KEYS:  # some row does not see all of it
+                scores += self._mask(place, block * KEYS)
             higher = torch.maximum(peak, scores.amax(-1, keepdim=True))
-            fade, weights = (peak - higher).exp(), (scores - higher).exp()
-            total = total * fade + weights.sum(-1, keepdim=True)
-            out = out * fade + torch.bmm(weights, v)
+            fade, weights = (peak - higher).exp_(), scores.sub_(higher).exp_()
+            total = total.mul_(fade).add_(weights.sum(-1, keepdim=True))
+            out = torch.baddbmm(out.mul_(fade), weights, v)
             peak = higher
         out = out / total.clamp_min(1e-30)
         lse = torch.where(total > 0, peak + total.log(), -torch.inf)
@@ -154,6 +170,13 @@ class FixedBlocks:
             lse.view(heads).transpose(0, 1).reshape(q.shape[:2]),
         )
 
+    def _mask(self, place: int, first_key: int) -> Tensor:  # [ROWS * group, KEYS]
+        """-inf where a row does not see a key; rows before the one of `place` do not count."""
+        rows = torch.arange(ROWS, device=self._device) + place // ROWS * ROWS
+        keys = torch.arange(KEYS, device=self._device) + first_key
+        hidden = torch.where(keys > rows[:, None], -torch.inf, 0.0)
+        return hidden.repeat_interleave(self._shape.group, 0)
+
 
 def _first_place(layout: AttentionLayout, segment: int) -> int:
     chain = int(layout.chain_tokens[segment])
@@ -162,16 +185,25 @@ def _first_place(layout: AttentionLayout, segment: int) -> int:
     return chain - int(layout.segment_rows[segment])
 
 
-def _blocks(
-    sequence: SequenceRows,
-    pages: Tensor,  # [pages, page_size, kv_heads, head_dim]
-    rows: Tensor,  # [rows, kv_heads, head_dim]
-) -> Tensor:  # [blocks, kv_heads, KEYS, head_dim] float32, zeros behind the last key
-    stored = len(sequence.slots)
-    count = -(-sequence.keys // KEYS)
-    tokens = pages.new_zeros((count * KEYS, *pages.shape[2:]), dtype=torch.float32)
-    tokens[:stored] = pages.flatten(0, 1)[sequence.slots]
-    if sequence.is_item:
-        own = slice(sequence.first, sequence.first + sequence.rows)
-        tokens[stored : stored + sequence.rows] = rows[own]
-    return tokens.view(count, KEYS, *pages.shape[2:]).transpose(1, 2).contiguous()
+def _key_sources(layout: AttentionLayout, segment: int) -> Int32:  # [blocks, KEYS]
+    """As in token_sources.py."""
+    chain = int32(layout.chain(int(layout.segment_node[segment])))
+    rows = layout.segment_rows[segment : segment + 1] * layout.segment_is_item[segment]
+    own = row_sources(layout.segment_indptr[segment : segment + 1], int32(rows))
+    keys = np.concatenate([token_slots(layout, chain), own])
+    blocks = -(-len(keys) // KEYS)
+    sources = np.full(blocks * KEYS, EMPTY, np.int32)
+    sources[: len(keys)] = keys
+    return sources.reshape(blocks, KEYS)
+
+
+def _key_blocks(sources: Int32, device: torch.device) -> KeyBlocks:
+    stored, own = np.flatnonzero(sources >= 0), np.flatnonzero((sources < 0) & (sources > EMPTY))
+    arrays = {
+        "stored_at": stored,
+        "slots": sources[stored],
+        "own_at": own,
+        "rows": -1 - sources[own],
+    }
+    tensors = {name: index_tensor(array, device) for name, array in arrays.items()}
+    return KeyBlocks(count=len(sources) // KEYS, **tensors)

@@ -8,8 +8,8 @@ from stemserve.kernels.fixed.fixed_blocks import FixedBlocks
 from stemserve.kernels.layout import HeadShape
 from stemserve.kernels.strategy import Phase, Strategy
 
-# Of a row's tokens in each partial result: the fastest for most trees (docs/log.md).
-FIXED_SPLIT = 2048
+# Tokens of a row in each partial result. Fewer are faster in decode, more in prefill: docs/log.md.
+FIXED_SPLIT = 1024
 
 
 def fixed_strategies(

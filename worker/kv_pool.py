@@ -54,6 +54,7 @@ class KvPool:
         # Zeroed: whatever a kernel reads beyond a node's last token is finite.
         self._k = _zeros(size, shape.dtype, device)
         self._v = _zeros(size, shape.dtype, device)
+        self._k_layers, self._v_layers = self._k.unbind(), self._v.unbind()
         # [layers, slots, kv_heads, head_dim], to be written by index
         self._k_slots = raw(self._k).flatten(1, 2)
         self._v_slots = raw(self._v).flatten(1, 2)
@@ -66,10 +67,10 @@ class KvPool:
         return self.shape.pages
 
     def k_pages(self, layer: int) -> Tensor:  # [pages + 1, page_size, kv_heads, head_dim]
-        return self._k[layer % len(self._k)]
+        return self._k_layers[layer % len(self._k_layers)]
 
     def v_pages(self, layer: int) -> Tensor:  # [pages + 1, page_size, kv_heads, head_dim]
-        return self._v[layer % len(self._v)]
+        return self._v_layers[layer % len(self._v_layers)]
 
     def write(
         self,

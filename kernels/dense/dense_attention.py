@@ -42,13 +42,25 @@ class DenseStage:
     merge: RowMerge | None  # None: no tile is divided
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FixedLaunch:
+    """What layers with the same tensors have in common."""
+
+    sources: Sources
+    matrices: Sequence[Matrix]
+    target: AttentionState
+
+    def is_for(self, sources: Sources, out: Tensor) -> bool:
+        return out is self.target.out and all(map(is_, self.sources, sources))
+
+
 @dataclass(slots=True, kw_only=True)
 class DensePlan:
     work: Work
     stages: list[DenseStage]
     copy: TokenCopy | None
     partial_rows: int
-    fixed: tuple[Sources, list[Matrix]] | None = None  # of the layer before
+    fixed: FixedLaunch | None = None  # of the layer before
 
 
 class DenseAttention:
@@ -111,10 +123,12 @@ class DenseAttention:
         if len(q) + plan.partial_rows > len(out):
             out[: len(q)].copy_(self.run(plan, q, kv).out)
             return
-        sources = self._sources(plan, q, kv)
-        if plan.fixed is None or not all(map(is_, plan.fixed[0], sources)):
-            plan.fixed = sources, sources.matrices()
-        self._launch(plan, plan.fixed[1], kv, self._target(q, out))
+        sources, fixed = self._sources(plan, q, kv), plan.fixed
+        if fixed is None or not fixed.is_for(sources, out):
+            target = self._target(q, out)
+            fixed = FixedLaunch(sources=sources, matrices=sources.matrices(), target=target)
+            plan.fixed = fixed
+        self._launch(plan, fixed.matrices, kv, fixed.target)
 
     def _target(self, q: Tensor, out: Tensor) -> AttentionState:
         return AttentionState(out, q.new_empty(len(out), q.shape[1], dtype=torch.float32))

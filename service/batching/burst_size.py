@@ -1,8 +1,10 @@
 """How many decode steps go to the worker at once."""
 
-from stemserve.service.batching.step_speed import StepSpeed
+from collections import deque
+from statistics import median
 
-ONE_STEP = 1 << 30  # rows: each estimate is of one step
+RECENT_STEPS = 5  # of whose times the median counts: one slow step changes nothing
+FEWEST_STEPS = 3  # before anything is known
 
 
 class BurstSize:
@@ -11,7 +13,7 @@ class BurstSize:
     def __init__(self, max_steps: int, *, max_seconds: float) -> None:
         self._max_steps = max_steps
         self._max_seconds = max_seconds
-        self._speed = StepSpeed(max_step_tokens=ONE_STEP)
+        self._recent: deque[tuple[int, float]] = deque(maxlen=RECENT_STEPS)  # rows, seconds a step
         self._answered_s = 0.0
 
     @property
@@ -28,13 +30,14 @@ class BurstSize:
         self._answered_s = now
         if gap > 0:
             seconds = max(seconds / 2, min(seconds, gap))
-        self._speed.observe(rows, seconds / steps)
+        if seconds > 0:
+            self._recent.append((rows, seconds / steps))
 
     def steps(self, rows: int) -> int:
         """A power of two."""
-        seconds = self._speed.seconds(rows)
-        if seconds is None:
+        if len(self._recent) < FEWEST_STEPS:
             return 1
+        seconds = median(known * max(1.0, rows / of_rows) for of_rows, known in self._recent)
         steps = 1
         while 2 * steps <= self._max_steps and 2 * steps * seconds <= self._max_seconds:
             steps *= 2

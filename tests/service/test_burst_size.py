@@ -38,6 +38,20 @@ def test_time_in_which_the_worker_was_at_the_step_before_does_not_count() -> Non
     assert size.steps(64) == 8
 
 
+def test_a_slow_step_now_and_then_changes_nothing_and_slow_steps_do() -> None:
+    size = known(8, 0.001)
+    size.observe(64, 8, 4.0, now=20.0)
+    assert size.steps(64) == 8
+    for number in range(3):
+        size.observe(64, 8, 0.08, now=21.0 + number)
+    assert size.steps(64) == 1
+
+
+def test_more_rows_than_were_seen_are_expected_to_take_longer() -> None:
+    size = known(8, 0.001)
+    assert [size.steps(rows) for rows in (1, 64, 128, 256, 1024)] == [8, 8, 4, 2, 1]
+
+
 def test_a_worker_that_takes_no_bursts_gets_none() -> None:
     assert not known(1, 0.0001).is_possible
     assert known(1, 0.0001).steps(64) == 1

@@ -106,6 +106,7 @@ class StepLoop:
         self._attached: _Attached | None = None
         self._running: dict[str, float] = {}  # request id -> deadline, inf without one
         self._events: list[Event] = []
+        self._applied: list[worker_pb2.StepResult] = []  # not observed yet
         self._stopping = False
         self._thread: threading.Thread | None = None
 
@@ -129,6 +130,8 @@ class StepLoop:
                 self._check_time()
                 self._plan_steps()
                 self._take_events()
+                self._flush()
+                self._observe_results()
             except Exception as error:
                 # Whatever it is, the thread goes on: without it every call would hang.
                 _log.exception("fault in the step loop")
@@ -170,7 +173,7 @@ class StepLoop:
                 if self._attached is not None and self._attached.generation == generation:
                     self._attached.answered(result.step_seconds, time.monotonic())
                     self._add(self._attached.batcher.apply(result))
-                    self._observe(result, self._attached.batcher.load())
+                    self._applied.append(result)
             case Lost(generation=generation, reason=reason):
                 if self._attached is not None and self._attached.generation == generation:
                     self._detach(NotReady(f"the worker was lost ({reason}); retry"), reason=reason)
@@ -277,6 +280,14 @@ class StepLoop:
             if not (goes_on or isinstance(event, ScorePart)):
                 self._running.pop(event.request_id, None)
         self._events += events
+
+    def _observe_results(self) -> None:
+        """Nobody waits for this: it comes when the news is out."""
+        applied, self._applied = self._applied, []
+        if applied and self._attached is not None:
+            load = self._attached.batcher.load()
+            for result in applied:
+                self._observe(result, load)
 
     def _flush(self) -> None:
         if self._events:

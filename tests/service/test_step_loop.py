@@ -59,6 +59,7 @@ def test_all_events_of_a_step_are_delivered_at_once(rig: Rig) -> None:
     assert [event.request_id for event in rig.next_news()] == ["first"]
     rig.answer(rig.next_plan())
     assert [event.request_id for event in rig.next_news()] == ["a", "b"]
+    rig.ask(lambda batcher: batcher.load())  # results are observed before what comes later
     assert rig.observed == [0, 1]
 
 

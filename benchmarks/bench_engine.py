@@ -55,6 +55,10 @@ def parse_options() -> argparse.Namespace:
         "--serve-options", default="", metavar="WORDS", help="of stemserve serve, in one argument"
     )
     parser.add_argument(
+        "--fallback-options", default="", metavar="WORDS",
+        help="added where ours does not start beside a peer, as --no-cuda-graphs; noted",
+    )  # fmt: skip
+    parser.add_argument(
         "--checkpoints", type=Path, metavar="DIR", help="of Qwen3-0.6B/ and Qwen3-4B/; else random"
     )
     parser.add_argument(
@@ -108,6 +112,7 @@ def suite_plan(
         folders=folders,
         random_weights=options.checkpoints is None,  # as they are in what the peer loads
         log=logs / "server.log",
+        fallback_words=shlex.split(options.fallback_options),
         together=options.peer != "none",
         hold=options.hold,
         seconds=options.seconds,

@@ -22,7 +22,12 @@ def main() -> None:
     options = parser.parse_args()
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)  # the engine logs to standard output
-    os.environ |= {"VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1", "DO_NOT_TRACK": "1"}
+    os.environ |= {
+        "VLLM_NO_USAGE_STATS": "1",
+        "HF_HUB_OFFLINE": "1",
+        # It draws with top-k and top-p, which no row does, and needs FlashInfer.
+        "VLLM_USE_FLASHINFER_SAMPLER": "0",
+    }
     from vllm import LLM, __version__  # type: ignore[import-not-found,unused-ignore]
 
     engine = LLM(

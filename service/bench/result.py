@@ -36,6 +36,7 @@ class Result:
     facts: Mapping[str, Any]
     rows: list[Entry] = field(default_factory=list[Entry])
     open_loop: Entry | None = None
+    notes: list[str] = field(default_factory=list[str])  # of servers that did not start
     left_out: list[str] = field(default_factory=list[str])  # rows for which there was no time
 
     def add_row(self, ours: MeasuredRow, peer: PeerRow) -> Entry:
@@ -76,6 +77,7 @@ class Result:
             "rows": self.rows,
             "open_loop": self.open_loop,
             "left_out": self.left_out,
+            "notes": self.notes,
         }
         half = path.with_name(path.name + ".part")
         half.write_text(json.dumps(content, indent=1) + "\n")

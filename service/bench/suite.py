@@ -50,6 +50,7 @@ class SuitePlan:
     log: Path | None = None  # of the servers; else it goes with the run
     # Servers of all models and their peers run at once: the options must leave them memory.
     together: bool = False
+    fallback_words: Sequence[str] = ()  # with them a server that did not start is tried again
     hold: Path | None = None  # once everything has started, wait until there is such a file
     seconds: float = float("inf")  # from the first row's start; no row starts later
 
@@ -165,16 +166,22 @@ class Suite:
 
     def _try_start(self, stack: ExitStack, folder: Path, log: Path) -> Target | str:
         """One server that does not start leaves the others."""
-        try:
-            return self._start(stack, folder, log)
-        except (ServerFailed, ClientFailed, ClientError) as error:
-            return str(error)
+        why = ""
+        for more in ((), self._plan.fallback_words):
+            if why and not more:
+                break
+            try:
+                return self._start(stack, folder, log, more)
+            except (ServerFailed, ClientFailed, ClientError) as error:
+                why = str(error)
+                self._result.notes.append(f"{folder.name} {' '.join(more)}: {why}")
+        return why
 
-    def _start(self, stack: ExitStack, folder: Path, log: Path) -> Target:
+    def _start(self, stack: ExitStack, folder: Path, log: Path, more: Sequence[str] = ()) -> Target:
         server = self._plan.server
         if server is None:
             self._doing(f"{folder.name}: starting the server")
-            options = ["--model", str(folder), *self._plan.server_words]
+            options = ["--model", str(folder), *self._plan.server_words, *more]
             started = stack.enter_context(running_server(options, log=log))
             server = Running(address=started.address, metrics_url=started.metrics_url)
         vocab = describe(server.address).vocab_size

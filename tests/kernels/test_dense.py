@@ -170,3 +170,20 @@ def test_a_launch_can_be_captured() -> None:
     captured.out.fill_(torch.nan)
     graph.replay()
     torch.testing.assert_close(captured, expected, atol=0, rtol=0)
+
+
+@pytest.mark.parametrize("layout", SPELT_OUT.values(), ids=SPELT_OUT.keys())
+@pytest.mark.parametrize("room", [0, 20_000])
+def test_results_are_put_where_they_are_wanted(layout: AttentionLayout, room: int) -> None:
+    """With room for partial results behind them and without; layer after layer."""
+    shape, dtype = SHAPES[0], DTYPES[0]
+    known = strategy(Kernel.CASCADE, shape, dtype)
+    inputs = random_inputs(layout, shape, 5, dtype)
+    plan, q, kv = known.plan(layout), inputs.q.to(CUDA), on_gpu(inputs.kv)
+    out = torch.full((len(q) + room, *q.shape[1:]), torch.nan, dtype=dtype, device=CUDA)
+    for factor in (1.0, 0.5):
+        q.mul_(factor)  # the same tensors with other numbers, as of another layer
+        kv.v_rows.mul_(factor)
+        known.run_at(plan, q, kv, out)
+        expected = known.run(known.plan(layout), q, kv)
+        torch.testing.assert_close(out[: len(q)], expected.out, atol=0, rtol=0)

@@ -61,10 +61,10 @@ class Batcher:
         self._jobs = JobTable(weights, short_tokens=self._limits.short_tokens)
         self._issued: deque[IssuedStep] = deque()
         self._deadlines: list[tuple[float, int]] = []  # heap; with the arrival number
-        self._burst = BurstSize(facts.max_burst_steps, max_seconds=self._limits.max_burst_s)
+        burst = BurstSize(facts.max_burst_steps, max_seconds=self._limits.max_burst_s)
         self._budget = StepBudget(self._limits.max_step_tokens)
         self._forests = ForestMemory(facts.page_size)
-        self._planner = StepPlanner(self._jobs, self._limits, self._cache, self._burst)
+        self._planner = StepPlanner(self._jobs, self._limits, self._cache, burst)
         self._admission = Admission(
             self._limits, num_pages=facts.kv_pages, num_slots=facts.sampler_slots
         )
@@ -264,8 +264,7 @@ class Batcher:
     def _learn_speed(self, issued: IssuedStep, seconds: float) -> None:
         if 2 * issued.decode_rows <= issued.num_rows:
             self._admission.observe(issued.num_rows, seconds)
-        elif issued.decode_rows == issued.num_rows:
-            self._burst.observe(issued.num_rows, issued.repeat, seconds, self._clock())
+        self._planner.learn(issued, seconds, self._clock())
 
     def _fail_step(self, issued: IssuedStep, fault: EngineFault) -> None:
         self._fail_all_of(undo_step(issued, self._issued, self._jobs.by_arrival), fault)

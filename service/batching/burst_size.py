@@ -20,6 +20,10 @@ class BurstSize:
     def is_possible(self) -> bool:
         return self._max_steps > 1
 
+    def answered(self, now: float) -> None:
+        """A step of another kind was answered."""
+        self._answered_s = now
+
     def observe(self, rows: int, steps: int, seconds: float, now: float) -> None:
         """A burst, or a step, of decode rows was answered.
 

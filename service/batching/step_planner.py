@@ -14,7 +14,7 @@ from stemserve.service.batching.job_progress import JobProgress
 from stemserve.service.batching.job_table import JobTable
 from stemserve.service.batching.kv_cache import KvCache
 from stemserve.service.batching.sequence import pages_for
-from stemserve.service.batching.step_builder import StepBuilder
+from stemserve.service.batching.step_builder import IssuedStep, StepBuilder
 
 # Biases and bans of a step; those of the last job in it may come on top.
 MAX_SAMPLER_BYTES = 16 << 20
@@ -86,6 +86,13 @@ class StepPlanner:
                 break
             needed += job.cost_tokens
         return min(limit, needed)
+
+    def learn(self, issued: IssuedStep, seconds: float, now: float) -> None:
+        """How long an answered step took."""
+        if issued.decode_rows == issued.num_rows:
+            self._burst.observe(issued.num_rows, issued.repeat, seconds, now)
+        else:
+            self._burst.answered(now)
 
     def suspend_yielding(self) -> bool:
         """Take the pages of generations that yield, once none of their rows is in flight."""

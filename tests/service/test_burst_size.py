@@ -52,6 +52,14 @@ def test_more_rows_than_were_seen_are_expected_to_take_longer() -> None:
     assert [size.steps(rows) for rows in (1, 64, 128, 256, 1024)] == [8, 8, 4, 2, 1]
 
 
+def test_time_in_which_the_worker_computed_prompts_does_not_count() -> None:
+    size = BurstSize(8, max_seconds=0.01)
+    for number in range(3):  # a step behind one of 8 ms
+        size.answered(now=number + 0.008)
+        size.observe(64, 1, 0.009, now=number + 0.009)
+    assert size.steps(64) == 2  # not less than half of what the worker says is believed
+
+
 def test_a_worker_that_takes_no_bursts_gets_none() -> None:
     assert not known(1, 0.0001).is_possible
     assert known(1, 0.0001).steps(64) == 1

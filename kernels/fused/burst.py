@@ -2,7 +2,7 @@
 
 All that the steps need is in one int32 buffer, `BurstShape`:
 
-* a header: the number of the next step, and the number of growth entries;
+* a header: the number of the next step, that of growth entries, and that of the last step;
 * for each of token ids (-1 - slot: the token last sampled into the slot), positions, slots of keys
   and values, and sample indexes: [steps, rows];
 * the sampler slots [rows];

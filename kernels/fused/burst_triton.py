@@ -24,8 +24,9 @@ def advance_kernel(
     HEADER: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
-    step = tl.load(inputs)
     entries = tl.load(inputs + 1)
+    last = tl.load(inputs + 2)
+    step = tl.minimum(tl.load(inputs), last)  # behind the last step it comes again
     fields = inputs + HEADER + step * rows
     field = steps * rows
     for start in range(0, rows, BLOCK):
@@ -63,7 +64,7 @@ def record_kernel(
     vocab: tl.tensor,
     BLOCK: tl.constexpr,
 ) -> None:
-    base = results + (tl.load(inputs) - 1) * 3 * rows
+    base = results + tl.minimum(tl.load(inputs) - 1, tl.load(inputs + 2)) * 3 * rows
     for start in range(0, rows, BLOCK):
         row = start + tl.arange(0, BLOCK)
         inside = row < rows

@@ -15,8 +15,6 @@ KERNELS: Any = skinny_linear_triton  # untyped: device code
 MOST_ROWS = 128
 LEAST_ROWS = 16  # of a tile
 ALIGNMENT = 16  # bytes, of what is prefetched
-LEAST_AHEAD = 256  # bytes of a piece
-MOST_AHEAD = 0  # bytes in all: what memory delivers while small kernels run
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,14 +33,15 @@ class NextProduct:
 
     weight: Tensor  # [columns, depth], contiguous
     parts: int
+    ahead: int  # bytes that are sent for, in all
 
     @property
     def piece_bytes(self) -> int:
-        """Of each part of each column, that are sent for."""
+        """Of each part of each column."""
         columns, depth = self.weight.shape
         whole = depth // self.parts * self.weight.dtype.itemsize
-        share = max(LEAST_AHEAD, MOST_AHEAD // (columns * self.parts) // LEAST_AHEAD * LEAST_AHEAD)
-        return min(whole // ALIGNMENT * ALIGNMENT, share)
+        piece = min(whole, self.ahead // (columns * self.parts))
+        return piece // ALIGNMENT * ALIGNMENT
 
 
 def skinny_linear(
@@ -60,7 +59,7 @@ def skinny_linear(
         (shape.parts, rows, columns), dtype=x.dtype if shape.parts == 1 else torch.float32
     )
     tile = max(LEAST_ROWS, power_of_2(rows))
-    after = following or NextProduct(weight=weight, parts=1)
+    after = following or NextProduct(weight=weight, parts=1, ahead=0)
     KERNELS.skinny_kernel[(-(-columns // shape.columns), shape.parts)](
         TensorDescriptor.from_tensor(x, [tile, shape.depth]),
         TensorDescriptor.from_tensor(weight, [shape.columns, shape.depth]),
@@ -73,11 +72,11 @@ def skinny_linear(
         after.weight,
         *after.weight.shape,
         after.parts,
+        after.piece_bytes,
         ROWS=tile,
         COLUMNS=shape.columns,
         DEPTH=shape.depth,
         STAGES=shape.stages,
-        AHEAD=str(after.piece_bytes) if following and MOST_AHEAD else "",
         BIAS=bias is not None,
         WIDEN=x.device.type == "cpu",
         num_warps=4,

@@ -17,26 +17,29 @@ def _prefetch(
     columns: tl.tensor,
     depth: tl.tensor,
     parts: tl.tensor,  # of the depth
-    BYTES: tl.constexpr,  # of each part of each column, a multiple of 16; as a string
+    piece_bytes: tl.tensor,  # of each part of each column, a multiple of 16; 0: nothing
 ) -> None:
     """Into the L2 cache, by all programs together; nobody waits for it."""
     program = tl.program_id(1) * tl.num_programs(0) + tl.program_id(0)
     programs = tl.num_programs(0) * tl.num_programs(1)
-    pieces = columns * parts
+    pieces = tl.where(piece_bytes > 0, columns * parts, 0)
     for first in range(program * 128, pieces, programs * 128):
         piece = tl.minimum(first + tl.arange(0, 128), pieces - 1)
         place = weight + (piece // parts).to(tl.int64) * depth + piece % parts * (depth // parts)
         tl.inline_asm_elementwise(
-            "cp.async.bulk.prefetch.L2.global [$1], " + BYTES + "; mov.u32 $0, 0;",
-            "=r,l",
-            [place],
+            "cp.async.bulk.prefetch.L2.global [$1], $2; mov.u32 $0, 0;",
+            "=r,l,r",
+            [place, tl.zeros([128], tl.int32) + piece_bytes],
             dtype=tl.int32,
             is_pure=False,
             pack=1,
         )
 
 
-@triton.jit(do_not_specialize=["rows", "next_parts"])
+@triton.jit(
+    do_not_specialize=["rows", "next_columns", "next_depth", "next_parts", "next_bytes"],
+    do_not_specialize_on_alignment=["bias", "next_weight"],
+)
 def skinny_kernel(
     x: tl.tensor_descriptor,  # [rows, depth], blocks of [ROWS, DEPTH]
     weight: tl.tensor_descriptor,  # [columns, depth], blocks of [COLUMNS, DEPTH]
@@ -50,11 +53,11 @@ def skinny_kernel(
     next_columns: tl.tensor,
     next_depth: tl.tensor,
     next_parts: tl.tensor,
+    next_bytes: tl.tensor,  # of each part of each of its columns, that are sent for
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
     DEPTH: tl.constexpr,
     STAGES: tl.constexpr,
-    AHEAD: tl.constexpr,  # bytes of each part of each of its columns, as a string; "": none
     BIAS: tl.constexpr,
     WIDEN: tl.constexpr,
     OVERLAP: tl.constexpr,
@@ -73,8 +76,8 @@ def skinny_kernel(
             sums = tl.dot(left, right.T, sums, input_precision="ieee")
         else:
             sums = tl.dot(b, a.T, sums)
-    if OVERLAP and AHEAD != "":
-        _prefetch(next_weight, next_columns, next_depth, next_parts, AHEAD)
+    if OVERLAP:
+        _prefetch(next_weight, next_columns, next_depth, next_parts, next_bytes)
     column = first + tl.arange(0, COLUMNS)[:, None]
     row = tl.arange(0, ROWS)[None, :]
     if BIAS:

@@ -24,6 +24,7 @@ from tests.kernels.test_codec_tiles import random_forest
 from stemserve.kernels.attention_state import AttentionState
 from stemserve.kernels.codec_decode import LOG2E, CodecDecode, DecodeNumbers
 from stemserve.kernels.codec_division import Division, PieceCosts
+from stemserve.kernels.codec_growth import leaf_growth
 from stemserve.kernels.codec_hopper import (
     FILES,
     OFFSETS,
@@ -43,6 +44,7 @@ from stemserve.kernels.codec_pairs import (
 from stemserve.kernels.codec_planner import Planner
 from stemserve.kernels.codec_tables import DeviceTables, HostTables
 from stemserve.kernels.cuda_program import SOURCES, TensorMap
+from stemserve.kernels.host_array import device_tensor, index_tensor
 from stemserve.kernels.layout import AttentionLayout, HeadShape
 
 HERE = Path(__file__).parent
@@ -119,11 +121,22 @@ def check(
     heads: tuple[int, int, int],
     bins: int,
     dtype: torch.dtype = torch.float16,
+    grown: int = 0,
 ) -> HostTables:
+    """`grown`: tokens that every leaf lacks, in a plan made with them."""
     query_heads, kv_heads, dim = heads
     shape = HeadShape(query_heads=query_heads, kv_heads=kv_heads, head_dim=dim, scale=dim**-0.5)
     host = plan_of(layout, shape.group, bins)
     tables = DeviceTables.make(host, torch.device("cpu"))
+    if grown:
+        last = layout.node_tokens[layout.segment_node]
+        growth = leaf_growth(host, tables.capacity, np.stack([last - grown, last]))
+        tables.buffer[index_tensor(growth.places, tables.buffer.device)] = device_tensor(
+            growth.values[0], tables.buffer.device
+        )
+        node_tokens = layout.node_tokens.copy()
+        node_tokens[layout.segment_node] -= grown
+        layout = replace(layout, node_tokens=node_tokens)
     kv = random_kv(layout, shape, dtype, torch.device("cpu"))
     fused = torch.randn((layout.num_rows, query_heads + 2 * kv_heads, dim)).to(dtype)
     q = fused[:, :query_heads]
@@ -183,6 +196,13 @@ def test_tiles_that_begin_alike_share_their_first_steps(folder: Path) -> None:
     shared, steps = host.records[:, SHARED], host.records[:, STEPS]
     assert host.streams.num_wide == 0
     assert ((shared > 0) & (shared < steps)).any()
+
+
+@emulated
+@pytest.mark.parametrize("grown", [1, 7, 19])
+def test_pages_that_tokens_will_come_into(folder: Path, grown: int) -> None:
+    nodes: Nodes = [(-1, 700), *[(0, 20 + leaf) for leaf in range(20)]]
+    check(folder, layout_of(nodes, leaves_of(nodes)), (4, 1, 128), 4, grown=grown)
 
 
 @emulated

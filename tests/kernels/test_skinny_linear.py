@@ -35,8 +35,9 @@ def test_what_is_sent_for_ahead_changes_nothing() -> None:
     x, weight = torch.randn(9, 256).half().to(DEVICE), torch.randn(100, 256).half().to(DEVICE)
     other = torch.randn(700, 128).half().to(DEVICE)
     shape = SkinnyShape(columns=64, depth=64, stages=3, parts=2)
-    following = NextProduct(weight=other, parts=2)
-    assert following.piece_bytes <= 128
+    following = NextProduct(weight=other, parts=2, ahead=1 << 20)
+    assert following.piece_bytes == 128
+    assert NextProduct(weight=other, parts=1, ahead=700 * 40).piece_bytes == 32
     found = skinny_linear(x, weight, None, shape, following)
     assert torch.equal(found, skinny_linear(x, weight, None, shape))
 

@@ -1,5 +1,6 @@
 """A whole decode step as work for one number of rows: captured once, replayed for every step."""
 
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import StrEnum
@@ -16,10 +17,13 @@ from stemserve.kernels.fused.burst import RESULTS, BurstRows, advance, record
 from stemserve.kernels.sampling.draw import draw_tokens
 from stemserve.kernels.sampling.slot_tables import SlotTables
 from stemserve.worker.graphs.capture import Capture
+from stemserve.worker.graphs.fastest_way import capture_fastest
 from stemserve.worker.graphs.padded_burst import InputsShape
 from stemserve.worker.kv_pool import KvPool
 from stemserve.worker.kv_writes import KvWrites
 from stemserve.worker.models.transformer import Transformer
+
+log = logging.getLogger(__name__)
 
 
 class Ending(StrEnum):
@@ -62,13 +66,17 @@ class DecodeGraph:
 
     def capture(self, capture: Capture) -> None:
         """Afterwards `advance` and one of `end` are a decode step."""
-        codec = self._parts.codec
-        self._advance[False] = capture(partial(self._to_hidden, self._plan(paired=False)))
+        codec, ops = self._parts.codec, self._parts.model.ops
         # Bins are put in pairs where several tiles read the same.
-        if codec.hopper is not None and self.shape.tables.rows * codec.shape.group > TILE_ROWS:
-            self._advance[True] = capture(partial(self._to_hidden, self._plan(paired=True)))
+        wide = self.shape.tables.rows * codec.shape.group > TILE_ROWS
+        for paired in (False, True) if wide and codec.hopper is not None else (False,):
+            work = partial(self._to_hidden, self._plan(paired=paired))
+            self._advance[paired] = capture_fastest(ops, capture, work)
         self.end[Ending.LIKELIEST] = capture(self._take_likeliest)
-        self.end[Ending.DRAWN] = capture(self._draw)
+        try:
+            self.end[Ending.DRAWN] = capture(self._draw)
+        except Exception as error:
+            log.error("draws of %d rows have no graph: %s", self.shape.burst.rows, error)
 
     def advance(self, *, paired: bool) -> None:
         """To the final norm, with tables whose bins are paired, or not."""

@@ -58,13 +58,14 @@ class DecodeMemory:
             count: DecodeGraph(parts, shapes[count], self._hosts[count]) for count in rows
         }
 
+    @torch.inference_mode()
     def capture(self, capture: Capture) -> Iterator[int]:
         """The largest first: the others fit into its memory. Yields each number of rows."""
         for rows in sorted(self.graphs, reverse=True):
             self.idle(rows)
             try:
                 self.graphs[rows].capture(capture)
-            except RuntimeError as error:
+            except Exception as error:
                 del self.graphs[rows]
                 log.error("decode steps of %d rows have no graph of their own: %s", rows, error)
             else:

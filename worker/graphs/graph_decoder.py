@@ -93,7 +93,7 @@ class GraphDecoder:
         shape, memory = planned.graph.shape, self._memory
         parts = shape.pack(planned.burst, planned.host, planned.growth, memory.staging.take())
         memory.staging.send(memory.inputs, parts)
-        ending = self._ending(step)
+        ending = self._ending(step, planned.graph)
         readout = plan_readout(step)
         if ending is None:
             scores = self._read_eagerly(planned, readout)
@@ -122,11 +122,12 @@ class GraphDecoder:
         self.fallbacks[reason] += 1
         return False
 
-    def _ending(self, step: Step) -> Ending | None:
+    def _ending(self, step: Step, graph: DecodeGraph) -> Ending | None:
         """None: some logits are edited, or read, beside the draws."""
         if self._sampler.takes_likeliest(step.samples).all():
             return Ending.LIKELIEST
-        return Ending.DRAWN if self._sampler.is_plain(step.samples).all() else None
+        drawn = Ending.DRAWN in graph.end and self._sampler.is_plain(step.samples).all()
+        return Ending.DRAWN if drawn else None
 
     def _replay(self, planned: _Planned, ending: Ending) -> list[Scores]:
         graph, step = planned.graph, planned.step

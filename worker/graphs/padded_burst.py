@@ -117,7 +117,7 @@ class InputsShape:
         """Numbers for the device, into [size]."""
         shape = self.burst
         entries = len(growth.places)
-        flat[0], flat[1] = 0, entries
+        flat[:3] = 0, entries, burst.steps - 1
         area = flat[HEADER : shape.slots_at].reshape(FIELDS, shape.steps, shape.rows)
         area[:, : burst.steps] = burst.fields
         flat[shape.slots_at : shape.places_at] = burst.sample_slots

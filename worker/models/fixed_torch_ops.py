@@ -7,7 +7,7 @@ from torch import Tensor
 
 from stemserve.kernels.fused.heads import Heads
 from stemserve.worker.models.layer_ops import PageWrites
-from stemserve.worker.models.linear import Linear, fastest_linear
+from stemserve.worker.models.linear import Linear, ProductWay, fastest_linear
 from stemserve.worker.models.model_config import ModelConfig
 from stemserve.worker.models.rope import RotaryEmbedding, Rotation
 from stemserve.worker.models.row_blocks import ROWS, BlockLinear, by_blocks, check_places
@@ -16,6 +16,8 @@ from stemserve.worker.models.torch_ops import TorchHeads, TorchLmHead, TorchOps,
 
 class FixedTorchOps:
     def __init__(self, config: ModelConfig, device: torch.device) -> None:
+        self.product_ways = 1
+        self.product_way = ProductWay()
         self._config = config
         self._plain = TorchOps(config, device)
         rotary = RotaryEmbedding(config.rope, config.head_dim, device)

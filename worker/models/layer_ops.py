@@ -7,7 +7,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from stemserve.kernels.fused.heads import Heads
-from stemserve.worker.models.linear import Linear
+from stemserve.worker.models.linear import Linear, ProductWay
 
 
 class PageWrites(Protocol):
@@ -82,6 +82,9 @@ class DeviceGather(Protocol):
 
 class LayerOps(Protocol):
     """Chosen once, for the device that holds the model."""
+
+    product_ways: int  # that there are, for products of few rows
+    product_way: ProductWay
 
     def norm(self, x: Tensor, weight: Tensor) -> Tensor:
         """RMS norm of [rows, hidden]."""

@@ -9,7 +9,7 @@ from torch import Tensor
 from stemserve.kernels.fused.heads import Heads
 from stemserve.worker.models.chunked_gather import ChunkedGather, rows_at_once
 from stemserve.worker.models.layer_ops import Gathered, Likeliest, PageWrites
-from stemserve.worker.models.linear import Linear, fastest_linear
+from stemserve.worker.models.linear import Linear, ProductWay, fastest_linear
 from stemserve.worker.models.model_config import ModelConfig
 from stemserve.worker.models.rope import RotaryEmbedding, Rotation, rotate
 
@@ -18,6 +18,8 @@ NOBODY = np.empty(0, np.int64)  # rows or tokens
 
 class TorchOps:
     def __init__(self, config: ModelConfig, device: torch.device) -> None:
+        self.product_ways = 1
+        self.product_way = ProductWay()
         self._config = config
         self._rotary = RotaryEmbedding(config.rope, config.head_dim, device)
 

@@ -15,10 +15,10 @@ from stemserve.kernels.fused.heads import Heads
 from stemserve.kernels.host_array import index_tensor
 from stemserve.worker.models.chunked_gather import rows_at_once
 from stemserve.worker.models.layer_ops import Gathered, Likeliest, LmHead, PageWrites
-from stemserve.worker.models.linear import DenseLinear, Linear
+from stemserve.worker.models.linear import DenseLinear, Linear, ProductWay
 from stemserve.worker.models.model_config import ModelConfig
 from stemserve.worker.models.rope import RotaryEmbedding
-from stemserve.worker.models.skinny_linear import SkinnyLinear
+from stemserve.worker.models.skinny_linear import AHEAD, SkinnyLinear
 from stemserve.worker.models.torch_ops import TorchLmHead
 
 
@@ -29,6 +29,8 @@ class TritonOps:
             shape=config.heads, table=rotation_table(config, device), eps=config.rms_eps
         )
         self._last_linear: SkinnyLinear | None = None
+        self.product_ways = 1
+        self.product_way = ProductWay()
 
     def norm(self, x: Tensor, weight: Tensor) -> Tensor:
         return rms_norm(x, weight, self._eps)
@@ -48,7 +50,8 @@ class TritonOps:
         self._transform = replace(self._transform, dtype=weight.dtype)
         if weight.dtype.itemsize > 2 or not has_aligned_rows(weight):
             return DenseLinear(weight, bias)
-        linear = SkinnyLinear(weight, bias)
+        self.product_ways = 1 + len(AHEAD)
+        linear = SkinnyLinear(weight, bias, self.product_way)
         if self._last_linear is not None:
             self._last_linear.following = linear
         self._last_linear = linear

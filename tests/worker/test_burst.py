@@ -6,6 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from tests.worker.plans import LIMITS, PlanBuilder, blob
 from tests.worker.tiny_model import VOCAB, TinyRunner, make_runner, save_tiny_model
 
@@ -16,6 +17,7 @@ from stemserve.worker.step import decode_step
 
 PROMPT = 9  # two pages of four and a token
 PAGES = {0: [20, 21, 22, 23], 1: [10, 11, 12, 13], 2: [14, 15, 17, 16]}  # of each sample, own
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 SAMPLERS = [
     worker_pb2.Sampler(slot=0, temperature=0.0, top_p=1),
     worker_pb2.Sampler(slot=1, temperature=1.0, top_p=1, seed=7, top_logprobs=3),
@@ -102,11 +104,12 @@ def one_by_one(tiny: TinyRunner, start: int, steps: dict[int, int]) -> dict[int,
 
 @pytest.mark.parametrize("repeat", [2, 3, 8])
 @pytest.mark.parametrize("lengths", [(8, 8, 8), (1, 5, 8), (2, 1, 3)])
+@pytest.mark.parametrize("device", DEVICES)
 def test_a_burst_draws_what_single_steps_draw(
-    folder: Path, repeat: int, lengths: tuple[int, ...]
+    folder: Path, repeat: int, lengths: tuple[int, ...], device: str
 ) -> None:
     steps = {slot: min(length, repeat) for slot, length in enumerate(lengths)}
-    alone, tiny = make_runner(folder), make_runner(folder)
+    alone, tiny = (make_runner(folder, device=torch.device(device)) for _ in range(2))
     assert drawn(alone.runner.step(prefill(1)))[0].tolist() == (
         drawn(tiny.runner.step(prefill(1)))[0].tolist()
     )

@@ -192,6 +192,8 @@ def _decode_copies(blob: bytes, limits: StepLimits) -> Int32:
     if len(flat) % 3:
         raise BadPlan(f"copies has {len(flat)} numbers, which is not a multiple of 3")
     copies = flat.reshape(-1, 3)
+    if not len(copies):
+        return copies
     check_range("copies: pages", copies[:, :2], 0, limits.kv_pages)
     check_range("copies: tokens", copies[:, 2], 1, limits.page_size + 1)
     check_unique("copies: destination pages", copies[:, 1])

@@ -12,6 +12,9 @@ from stemserve.kernels.layout import AttentionLayout, Int32
 from stemserve.proto.v1 import inference_pb2, worker_pb2
 from stemserve.worker.blobs import BadPlan
 
+# Each call of these makes a list.
+SEGMENT_KINDS = len(worker_pb2.SegmentKind.values())
+KERNELS = len(inference_pb2.Kernel.values())
 SHOWN_VALUES = 3  # how many wrong values a message names
 
 
@@ -93,8 +96,8 @@ def _check_node_tokens(layout: AttentionLayout) -> None:
         )
     if (tokens < 1).any():
         raise BadPlan("node_tokens: a node must hold at least one token")
-    has_child = np.unique(layout.node_parent[layout.node_parent >= 0])
-    if (tokens[has_child] % layout.page_size).any():
+    parents = layout.node_parent[layout.node_parent >= 0]
+    if (tokens[parents] % layout.page_size).any():
         raise BadPlan("node_tokens: a node with children must end at the end of a page")
 
 
@@ -106,10 +109,8 @@ def check_segments(layout: AttentionLayout, kind: Int32, kernel: Int32) -> None:
             f"and {len(kernel)} segment_kernel differ"
         )
     check_range("segment_node", layout.segment_node, -1, layout.num_nodes)
-    check_range(
-        "segment_kind", kind, worker_pb2.SEGMENT_KIND_PREFILL, len(worker_pb2.SegmentKind.values())
-    )
-    check_range("segment_kernel", kernel, 0, len(inference_pb2.Kernel.values()))
+    check_range("segment_kind", kind, worker_pb2.SEGMENT_KIND_PREFILL, SEGMENT_KINDS)
+    check_range("segment_kernel", kernel, 0, KERNELS)
     stored = ~layout.segment_is_item
     if (layout.segment_node[stored] < 0).any():
         raise BadPlan("segment_node: a prefill or decode segment needs a node")

@@ -9,7 +9,6 @@ from pathlib import Path
 
 from stemserve.service.bench.client_pool import ClientFailed, ClientPool
 from stemserve.service.bench.decode_bench import measure_decode
-from stemserve.service.bench.facts import gpu_name
 from stemserve.service.bench.measured import MeasuredRow
 from stemserve.service.bench.models import SHAPES
 from stemserve.service.bench.open_loop import OpenLoop, measure_open_loop
@@ -22,8 +21,6 @@ from stemserve.service.bench.target import FULL, Repeats, Target, describe
 from stemserve.service.bench.tokens import TokenSource
 from stemserve.service.client_errors import ClientError
 
-STEP_TOKENS = "--max-step-tokens"
-GPU_STEP_TOKENS = 16_384  # rows of a step: a server's default is for a CPU
 NO_PEER = PeerRow(peer="none", peer_ms=None, why="no peer was asked for (--peer)")
 
 
@@ -60,8 +57,6 @@ class SuitePlan:
         words = [*self.serve_options]
         if self.random_weights:
             words += ["--load-format", "dummy"]
-        if gpu_name() is not None and STEP_TOKENS not in words:
-            words += [STEP_TOKENS, str(GPU_STEP_TOKENS)]
         return words
 
     @property

@@ -69,8 +69,9 @@ def parse_options() -> argparse.Namespace:
         "--peer-options", default="", metavar="WORDS", help="of the peer's script, in one argument"
     )
     parser.add_argument(
-        "--peer-start", type=float, default=300.0, metavar="S", help="how long a peer may take"
-    )
+        "--start-seconds", type=float, default=600.0, metavar="S",
+        help="how long an engine may take to start",
+    )  # fmt: skip
     parser.add_argument(
         "--seconds", type=float, default=float("inf"), metavar="S",
         help="from the first row's start: no row starts later",
@@ -113,6 +114,7 @@ def suite_plan(
         random_weights=options.checkpoints is None,  # as they are in what the peer loads
         log=logs / "server.log",
         fallback_words=shlex.split(options.fallback_options),
+        start_s=options.start_seconds,
         together=options.peer != "none",
         hold=options.hold,
         seconds=options.seconds,
@@ -165,7 +167,7 @@ def peer_options(options: argparse.Namespace, logs: Path) -> PeerOptions:
         words=(*words, *shlex.split(options.peer_options)),
         logs=logs,
         rounds=2 if options.quick else 4,
-        start_s=options.peer_start,
+        start_s=options.start_seconds,
     )
 
 

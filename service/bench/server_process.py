@@ -2,6 +2,7 @@
 
 import os
 import re
+import select
 import signal
 import subprocess
 import sys
@@ -12,6 +13,7 @@ from pathlib import Path
 from urllib.request import urlopen
 
 STEMSERVE = (sys.executable, "-c", "from stemserve.service.cli import main; main()")
+START_S = 600.0
 STOP_S = 30.0
 
 
@@ -55,7 +57,11 @@ def serving(options: Sequence[str], *, log: Path) -> Generator[str]:
 
 @contextmanager
 def running_server(
-    options: Sequence[str], *, log: Path, settings: Mapping[str, str] | None = None
+    options: Sequence[str],
+    *,
+    log: Path,
+    settings: Mapping[str, str] | None = None,
+    start_s: float = START_S,
 ) -> Generator[RunningServer]:
     """A server that is ready, and stopped afterwards; `settings` go into its environment."""
     ports = ["--port", "0", "--health-port", "0", "--metrics-port", "0"]
@@ -68,7 +74,7 @@ def running_server(
             env=environment() | dict(settings or {}),
         )
         try:
-            yield _ready(process, log)
+            yield _ready(process, log, start_s)
         finally:
             stop(process)
 
@@ -80,21 +86,29 @@ def stop(process: subprocess.Popen[str]) -> None:
     except subprocess.TimeoutExpired:
         process.kill()
         process.wait()
+    if process.stdout is not None:
+        process.stdout.close()
 
 
-def _ready(process: subprocess.Popen[str], log: Path) -> RunningServer:
+def _ready(process: subprocess.Popen[str], log: Path, start_s: float) -> RunningServer:
     if process.stdout is None:
         raise ValueError("the server's standard output is not a pipe")
+    if not select.select([process.stdout], [], [], start_s)[0]:
+        raise ServerFailed(f"the server did not start in {start_s:g} s: {_end_of(log)}")
     line = process.stdout.readline()
     found = re.search(r"gRPC (\S+):(\d+), health \d+, metrics (\d+)", line)
     if found is None:
-        raise ServerFailed(f"the server did not start: {line.strip() or log.read_text()[-2000:]}")
+        raise ServerFailed(f"the server did not start: {line.strip() or _end_of(log)}")
     host, port, metrics_port = found.groups()
     return RunningServer(
         address=f"{host}:{port}",
         metrics_url=f"http://{host}:{metrics_port}/metrics",
         pid=process.pid,
     )
+
+
+def _end_of(log: Path) -> str:
+    return log.read_text(errors="replace")[-2000:].strip()
 
 
 def _resident_bytes(pid: int) -> int:

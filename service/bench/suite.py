@@ -16,7 +16,7 @@ from stemserve.service.bench.peer import Peer, PeerRow, StartPeer
 from stemserve.service.bench.result import Entry, Result
 from stemserve.service.bench.rows import Row, ScoreRow
 from stemserve.service.bench.score_bench import measure_score
-from stemserve.service.bench.server_process import ServerFailed, running_server
+from stemserve.service.bench.server_process import START_S, ServerFailed, running_server
 from stemserve.service.bench.target import FULL, Repeats, Target, describe
 from stemserve.service.bench.tokens import TokenSource
 from stemserve.service.client_errors import ClientError
@@ -47,6 +47,7 @@ class SuitePlan:
     log: Path | None = None  # of the servers; else it goes with the run
     # Servers of all models and their peers run at once: the options must leave them memory.
     together: bool = False
+    start_s: float = START_S  # of a server
     fallback_words: Sequence[str] = ()  # with them a server that did not start is tried again
     hold: Path | None = None  # once everything has started, wait until there is such a file
     seconds: float = float("inf")  # from the first row's start; no row starts later
@@ -130,8 +131,7 @@ class Suite:
         for row in plan.rows:
             if row.model != model:
                 continue
-            if time.monotonic() - self._began > plan.seconds:
-                self._result.left_out.append(row.name)
+            if self._is_late(row.name):
                 continue
             self._doing(row.name)
             ours = failed(row, target) if isinstance(target, str) else measure(target, row)
@@ -148,9 +148,15 @@ class Suite:
         return peer.measure(row, target.tokens)
 
     def _measure_open_loop(self, target: Target | str, loop: OpenLoop) -> None:
-        if not isinstance(target, str):
+        if not isinstance(target, str) and not self._is_late(loop.name):
             self._result.add_open_loop(loop, measure_open_loop(target, loop, self._doing))
             self._result.write(self._plan.output)
+
+    def _is_late(self, name: str) -> bool:
+        late = time.monotonic() - self._began > self._plan.seconds
+        if late:
+            self._result.left_out.append(name)
+        return late
 
     def _folder(self, model: str, work: Path) -> Path:
         """Of the model that is served; a server that runs has its own."""
@@ -177,7 +183,9 @@ class Suite:
         if server is None:
             self._doing(f"{folder.name}: starting the server")
             options = ["--model", str(folder), *self._plan.server_words, *more]
-            started = stack.enter_context(running_server(options, log=log))
+            started = stack.enter_context(
+                running_server(options, log=log, start_s=self._plan.start_s)
+            )
             server = Running(address=started.address, metrics_url=started.metrics_url)
         vocab = describe(server.address).vocab_size
         return Target(

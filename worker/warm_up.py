@@ -17,11 +17,11 @@ log = logging.getLogger(__name__)
 def warm_up(runner: ModelRunner, limits: StepLimits) -> None:
     """Writes into page 0, which nobody has yet."""
     started = time.perf_counter()
-    runner.step(_plan(limits))
+    runner.step(prompt_plan(limits))
     log.info("warm-up step took %.2f s", time.perf_counter() - started)
 
 
-def _plan(limits: StepLimits) -> worker_pb2.StepPlan:
+def prompt_plan(limits: StepLimits) -> worker_pb2.StepPlan:
     """A prompt of a page, read at its last row."""
     rows = min(limits.page_size, limits.context_tokens, limits.max_step_tokens)
     plan = worker_pb2.StepPlan(

@@ -14,6 +14,7 @@ pytest.importorskip("triton")
 
 from tests.worker.decode_rig import (
     CPU,
+    LIMITS,
     MAX_BURST,
     PAGE,
     PAGES,
@@ -26,6 +27,7 @@ from tests.worker.decode_rig import (
 )
 
 from stemserve.proto.v1 import worker_pb2
+from stemserve.worker.graphs.decode_check import failures
 
 TOLERANCE = 2e-4  # of log-probabilities in float32
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
@@ -161,6 +163,18 @@ def test_rows_that_fail_are_told(tmp_path: Path) -> None:
     failed = np.frombuffer(result.failed_rows, np.int32).tolist()
     assert {2, 6} <= set(failed)  # rows of one tile fail together
     assert 10 not in failed  # it counts no more
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_the_start_finds_graphs_that_do_something_else(tmp_path: Path, device: str) -> None:
+    where = torch.device(device)
+    plain = make_rig(tmp_path, where, torch.float32)
+    rig = make_rig(tmp_path, where, torch.float32, (1, 4))
+    assert not failures(rig.runner, plain.runner, [1, 3, 4], LIMITS)
+    wrong = failures(rig.runner, plain.runner, [1, 7], LIMITS)
+    assert wrong == {7: "no graph took the step"}
+    other = make_rig(tmp_path, where, torch.float32, head_dim=16)
+    assert failures(rig.runner, other.runner, [1, 4], LIMITS).keys() == {1, 4}
 
 
 @pytest.mark.gpu

@@ -59,18 +59,27 @@ class GraphDecoder:
         self._sampler = sampler
         self._scorer = scorer
         self._kernels = OWN_KERNELS if forced in (None, Kernel.CODEC) else ()
-        self._buckets = sorted(memory.graphs)
         self._planned: _Planned | None = None
         self.fallbacks: Counter[str] = Counter()  # decode steps that no graph took, by reason
+
+    @property
+    def buckets(self) -> list[int]:
+        """Numbers of rows that have a graph, ascending."""
+        return sorted(self._memory.graphs)
+
+    def drop(self, rows: int) -> None:
+        """Steps of so many rows take a larger graph from now on."""
+        del self._memory.graphs[rows]
 
     def takes(self, step: Step) -> bool:
         """Plans the step, too."""
         self._planned = None
         if not self._is_decode(step):
             return False
-        bucket = bucket_of(step.num_rows, self._buckets)
+        bucket = bucket_of(step.num_rows, self.buckets)
         if bucket is None:
-            return self._refuse("rows", f"{step.num_rows} rows; the most are {self._buckets[-1]}")
+            most = max(self.buckets, default=0)
+            return self._refuse("rows", f"{step.num_rows} rows; the most are {most}")
         graph = self._memory.graphs[bucket]
         burst = padded_burst(
             step, bucket, spare_page=self._pool.spare_page, spare_slot=self._sampler.tables.spare

@@ -1,5 +1,6 @@
 """The decode graphs of a worker on a GPU, captured when it starts."""
 
+import logging
 from collections.abc import Callable
 from typing import Protocol
 
@@ -8,14 +9,18 @@ from stemserve.kernels.strategy import Kernel, Phase
 from stemserve.worker.dispatch import Strategies
 from stemserve.worker.graphs.buckets import row_buckets
 from stemserve.worker.graphs.capture import GraphCapture
+from stemserve.worker.graphs.decode_check import failures
 from stemserve.worker.graphs.decode_memory import DecodeMemory
 from stemserve.worker.graphs.graph_decoder import GraphDecoder
 from stemserve.worker.graphs.start_graphs import run_captures
 from stemserve.worker.kv_pool import KvPool
 from stemserve.worker.models.transformer import Transformer
+from stemserve.worker.runner import Decoder, ModelRunner
 from stemserve.worker.sampler import Sampler
 from stemserve.worker.scorer import Scorer
 from stemserve.worker.step_checks import StepLimits
+
+log = logging.getLogger(__name__)
 
 MOST_ROWS = 256  # more are bound by the device, not by launches
 
@@ -33,6 +38,8 @@ class Engine(Protocol):
     @property
     def limits(self) -> StepLimits: ...
 
+    def runner(self, decoder: Decoder | None = None) -> ModelRunner: ...
+
 
 def capture_decoder(
     model: Transformer,
@@ -42,9 +49,11 @@ def capture_decoder(
     forced: Kernel | None,
     check: Callable[[], None],  # may raise to end the start
 ) -> GraphDecoder | None:
-    """None where the model has nothing to decode with."""
+    """None where the model, or the forced kernel, leaves nothing to capture."""
     codec = strategies.get((Phase.DECODE, Kernel.CODEC))
     if not isinstance(codec, CodecDecode) or not model.has_lm_head:
+        return None
+    if forced not in (None, Kernel.CODEC):
         return None
     limits, pool, sampler = engine.limits, engine.pool, engine.sampler
     rows = row_buckets(min(MOST_ROWS, limits.sampler_slots, limits.max_step_tokens))
@@ -53,4 +62,13 @@ def capture_decoder(
     )
     captures = memory.capture(GraphCapture(model.device))
     run_captures("decode graphs", rows, captures, check, model.device)
-    return GraphDecoder(memory, pool, codec, sampler, engine.scorer, forced=forced)
+    decoder = GraphDecoder(memory, pool, codec, sampler, engine.scorer, forced=forced)
+    _check(decoder, engine)
+    return decoder
+
+
+def _check(decoder: GraphDecoder, engine: Engine) -> None:
+    wrong = failures(engine.runner(decoder), engine.runner(), decoder.buckets, engine.limits)
+    for rows, problem in wrong.items():
+        decoder.drop(rows)
+        log.error("decode steps of %d rows have no graph: %s", rows, problem)

@@ -9,7 +9,7 @@ STAMP := $(VENV)/.installed
 PROTO_VENV := .venv-proto
 PROTOS := $(sort $(wildcard proto/v1/*.proto))
 
-.PHONY: install model demo test bench-cpu bench-ranking bench-yes-no bench-kernels bench-engine load faults fuzz check proto proto-check wheel clean
+.PHONY: install model demo test bench-cpu bench-frontend bench-ranking bench-yes-no bench-kernels bench-engine load faults fuzz check proto proto-check wheel clean
 
 install: $(STAMP)
 
@@ -40,6 +40,10 @@ test: $(STAMP) $(MODEL)
 # Options in ARGS, such as ARGS=--quick; ARGS=--help lists them.
 bench-cpu: $(STAMP) $(MODEL)
 	PYTHONPATH=benchmarks $(BIN)/python benchmarks/bench_cpu.py $(ARGS)
+
+# What the service adds to the model's time; the worker is a fake one.
+bench-frontend: $(STAMP) $(MODEL)
+	PYTHONPATH=benchmarks $(BIN)/python benchmarks/bench_frontend.py --model $(MODEL) $(ARGS)
 
 bench-ranking: $(STAMP) $(MODEL)
 	PYTHONPATH=benchmarks $(BIN)/python benchmarks/bench_ranking.py $(ARGS)

@@ -77,6 +77,8 @@ class _Trie:
 @lru_cache(maxsize=KEPT_LABELS)
 def plan_label_reads(labels: tuple[tuple[int, ...], ...]) -> LabelReads:
     """For distinct labels of at least one token."""
+    if all(len(label) == 1 for label in labels):
+        return _one_read(np.array(labels, dtype=np.int32).ravel())
     trie = _Trie()
     edges = [trie.insert(label) for label in labels]
     ends = {trie.next_node[label_edges[-1]] for label_edges in edges}
@@ -96,6 +98,21 @@ def plan_label_reads(labels: tuple[tuple[int, ...], ...]) -> LabelReads:
         label_reads=reads.tokens,
         label_indptr=reads.indptr,
         disjoint=np.array([not any(node in ends for node, _ in label) for label in edges]),
+    )
+
+
+def _one_read(ids: Int32) -> LabelReads:
+    """After the item's last token, of all labels."""
+    each = np.arange(len(ids) + 1, dtype=np.int32)
+    return LabelReads(
+        suffixes=pack([each[:0]]),
+        gather_suffix=each[:1],
+        gather_depth=each[:1],
+        gather_indptr=np.array([0, len(ids)], dtype=np.int32),
+        gather_ids=ids,
+        label_reads=each[:-1],
+        label_indptr=each,
+        disjoint=np.ones(len(ids), dtype=np.bool_),
     )
 
 

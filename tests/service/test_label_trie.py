@@ -52,6 +52,10 @@ def test_labels_of_one_token_need_no_suffix() -> None:
     assert len(reads.suffixes) == 1
     assert not len(reads.suffixes.tokens)
     assert reads.gather_ids.tolist() == [5, 2, 9]
+    assert (reads.gather_suffix.tolist(), reads.gather_depth.tolist()) == ([0], [0])
+    assert (reads.gather_indptr.tolist(), reads.label_reads.tolist()) == ([0, 3], [0, 1, 2])
+    assert reads.label_indptr.tolist() == [0, 1, 2, 3]
+    assert reads.disjoint.all()
 
 
 def test_a_label_that_continues_another_is_not_disjoint() -> None:

@@ -149,17 +149,18 @@ def _check_labels(field: str, labels: Labels, limits: Limits) -> None:
 def find_problems(call: ScoreCall, context_tokens: int) -> ScoreCall:
     """Most calls have none, which a look at the longest of their parts tells."""
     lengths = call.items.lengths
-    contexts = np.array([len(context) for context in call.contexts], dtype=np.int64)
+    contexts = [len(context) for context in call.contexts]
     # The last token of a label is predicted, never read.
     behind = len(call.query) + max(map(len, call.labels), default=1) - 1
     likelihood = call.request.HasField("log_likelihood")
     if (
-        lengths.min(initial=1) > 0
-        and contexts.max(initial=0) + lengths.max(initial=0) + behind <= context_tokens
-        and (contexts.min(initial=1) > 0 or not likelihood)
+        len(lengths)
+        and lengths.min() > 0
+        and max(contexts) + int(lengths.max()) + behind <= context_tokens
+        and (min(contexts) > 0 or not likelihood)
     ):
         return call
-    before = contexts[call.item_context]
+    before = np.array(contexts, dtype=np.int64)[call.item_context]
     needed = before + lengths + behind
     _check_room(call, before + behind, needed, context_tokens)
     problems = {

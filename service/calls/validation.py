@@ -1,7 +1,6 @@
 """Refuse a Score request that is malformed or over a limit, before anything is made of it."""
 
 import math
-from collections.abc import Iterable
 
 from stemserve.proto.v1 import inference_pb2
 from stemserve.service.caller import Caller
@@ -30,11 +29,14 @@ def check_score(
     _check_contexts(request, limits)
     _check_items(request, limits)
     _check_labels(request.label_probabilities, limits)
-    labels = request.label_probabilities
-    contexts = (context.text for context in request.contexts)
-    check_characters(_characters(contexts, request.items, labels.labels, [request.query]), limits)
-    blobs = [context.tokens for context in request.contexts] + [request.item_tokens.tokens]
-    check_tokens("item_tokens", sum(map(len, blobs)) // TOKEN_BYTES, limits)
+    characters, token_bytes = len(request.query), len(request.item_tokens.tokens)
+    for context in request.contexts:
+        characters += len(context.text)
+        token_bytes += len(context.tokens)
+    for texts in (request.items, request.label_probabilities.labels):
+        characters += sum(map(len, texts))
+    check_characters(characters, limits)
+    check_tokens("item_tokens", token_bytes // TOKEN_BYTES, limits)
     check_answer(request, limits, facts, most_items=most_items)
 
 
@@ -91,10 +93,6 @@ def check_lm_head(facts: WorkerFacts) -> None:
         raise WrongModelKind(
             f"{facts.model} has a classification head only; call Score with classification"
         )
-
-
-def _characters(*groups: Iterable[str]) -> int:
-    return sum(len(text) for group in groups for text in group)
 
 
 def _check_mode(request: inference_pb2.ScoreRequest, facts: WorkerFacts) -> None:

@@ -1,5 +1,6 @@
 """How much memory a device has left, and how much of it the KV cache takes."""
 
+import ctypes
 import logging
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,9 +24,9 @@ CGROUPS = (
         Path("/sys/fs/cgroup/memory/memory.usage_in_bytes"),
     ),
 )
-# Only torch's allocator of a GPU has an error of its own: what those of a CPU, of cuBLAS and of
-# the CUDA driver say.
-SHORTAGES = ("allocate memory", "out of memory", "ALLOC_FAILED")
+# Only torch's allocator of a GPU has an error of its own: what those of a CPU, of the CUDA driver,
+# of cuBLAS and of oneDNN say.
+SHORTAGES = ("allocate memory", "out of memory", "ALLOC_FAILED", "could not create a primitive")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,6 +109,16 @@ def is_shortage(error: BaseException) -> bool:
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
         return True
     return isinstance(error, RuntimeError) and any(text in str(error) for text in SHORTAGES)
+
+
+def give_back(*, uses_gpu: bool) -> None:
+    """What allocators keep of freed memory, in pieces that are too small for what comes."""
+    if uses_gpu:
+        torch.cuda.empty_cache()
+        return
+    libc = ctypes.CDLL(None)
+    if hasattr(libc, "malloc_trim"):  # glibc's own
+        libc.malloc_trim(0)
 
 
 def free_bytes(device: torch.device) -> int:

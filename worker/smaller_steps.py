@@ -4,10 +4,8 @@ import logging
 import time
 from typing import Protocol
 
-import torch
-
 from stemserve.proto.v1 import worker_pb2
-from stemserve.worker.memory import is_shortage
+from stemserve.worker.memory import give_back, is_shortage
 from stemserve.worker.plan_parts import Part, WholeResult, halves, part_plan
 from stemserve.worker.step import Step
 
@@ -112,6 +110,5 @@ def _attempt(runner: Runner, plan: worker_pb2.StepPlan, level: int) -> Launched 
     # Out here nothing holds the frames of the step, nor what they allocated.
     rows = len(plan.positions) // 4
     log.log(level, "step %d: no memory for %d rows at once: %s", plan.step_id, rows, shortage)
-    if runner.uses_gpu:
-        torch.cuda.empty_cache()
+    give_back(uses_gpu=runner.uses_gpu)
     return None

@@ -4,6 +4,7 @@ from collections.abc import Callable
 
 LONG_STEP = 4096  # rows; a GPU takes a good part of the time of so many for a step of a few
 END_PART = 9  # of a long step
+WHOLE_ROWS = 256  # a worker's graphs of long steps have multiples of them
 LEAST_PART = 16  # of the limit: steps do not get smaller than that
 GROWTH_PART = 64  # of what has fitted, after each step that filled its budget
 
@@ -21,7 +22,7 @@ class StepBudget:
         """
         if self.rows < LONG_STEP or pending() <= self.rows:
             return self.rows
-        return self.rows - self.rows // END_PART
+        return (self.rows - self.rows // END_PART) // WHOLE_ROWS * WHOLE_ROWS
 
     def observe(self, rows: int, shortages: int) -> None:
         """A step of some rows was answered; memory ran out so often."""

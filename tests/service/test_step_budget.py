@@ -124,4 +124,5 @@ def test_the_end_of_a_long_step_is_for_the_last_rows_of_all_work() -> None:
     assert budget.of_step(lambda: 9216) == 9216
     assert budget.of_step(lambda: 100) == 9216
     assert budget.of_step(lambda: 9217) == 8192
+    assert StepBudget(4096).of_step(lambda: 5000) == 3584
     assert StepBudget(512).of_step(lambda: 513) == 512

@@ -4,7 +4,7 @@ import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from stemserve.service.bench.client_pool import ClientFailed, ClientPool
@@ -142,8 +142,10 @@ class Suite:
             self._measure_open_loop(target, plan.open_loop)
 
     def _peer_row(self, row: Row, target: Target | str, peer: Peer | None) -> PeerRow:
-        if peer is None or isinstance(target, str):
+        if peer is None:
             return NO_PEER
+        if isinstance(target, str):
+            return replace(NO_PEER, why="there are no times of ours")
         self._doing(f"{row.name}, peer")
         return peer.measure(row, target.tokens)
 

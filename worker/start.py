@@ -125,7 +125,7 @@ def _decode_graphs(
 
 
 def _has_graphs(config: WorkerConfig, device: torch.device) -> bool:
-    return config.cuda_graphs and not config.deterministic and device.type == "cuda"
+    return config.cuda_graphs and device.type == "cuda"
 
 
 def _make_engine(

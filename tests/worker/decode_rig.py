@@ -14,10 +14,11 @@ from numpy.typing import NDArray
 from tests.worker.plans import PlanBuilder, blob
 
 from stemserve.kernels.codec_decode import CodecDecode, DecodeNumbers
+from stemserve.kernels.codec_division import Division
 from stemserve.kernels.layout import Int32
 from stemserve.kernels.pricing.cost_model import CostTable
 from stemserve.kernels.pricing.engine_cost import BlockEngine
-from stemserve.kernels.registry import strategies
+from stemserve.kernels.registry import deterministic_set, strategies
 from stemserve.kernels.strategy import TORCH
 from stemserve.proto.v1 import worker_pb2
 from stemserve.worker.blobs import decode_float32, decode_int32
@@ -27,7 +28,7 @@ from stemserve.worker.graphs.capture import Capture, GraphCapture, run_again
 from stemserve.worker.graphs.decode_memory import DecodeMemory
 from stemserve.worker.graphs.graph_decoder import GraphDecoder
 from stemserve.worker.kv_pool import KvPool, KvShape
-from stemserve.worker.models.loader import LoadFormat, load_model
+from stemserve.worker.models.loader import LoadFormat, fixed_ops, load_model
 from stemserve.worker.runner import ModelRunner
 from stemserve.worker.sampler import Sampler
 from stemserve.worker.scorer import Scorer
@@ -106,10 +107,17 @@ def make_rig(
     *,
     head_dim: int = 32,
     bins: int = 0,  # of the tree kernel; 0: as many as the device runs
+    fixed_split: int = 0,  # tokens; 0: results may depend on the batch
 ) -> Rig:
     """All pages hold NaN. On a CPU the graphs' work is done anew each time."""
     (folder / "config.json").write_text(json.dumps(CONFIG | {"head_dim": head_dim}))
-    model = load_model(folder, load_format=LoadFormat.DUMMY, dtype=dtype, device=device)
+    model = load_model(
+        folder,
+        load_format=LoadFormat.DUMMY,
+        dtype=dtype,
+        device=device,
+        make_ops=fixed_ops if fixed_split else None,
+    )
     config = model.config
     shape = KvShape(
         layers=config.num_layers,
@@ -126,12 +134,15 @@ def make_rig(
     decoder = None
     if buckets:
         bins = bins or 3 * (device == CPU)
-        codec = CodecDecode(config.heads, device, DecodeNumbers(dtype=dtype), bins)
+        numbers, division = DecodeNumbers(dtype=dtype), Division(fixed_split=fixed_split)
+        codec = CodecDecode(config.heads, device, numbers, bins, division=division)
         memory = DecodeMemory(model, pool, codec, sampler.tables, rows=buckets, steps=MAX_BURST)
         capture: Capture = run_again if device == CPU else GraphCapture(device)
         assert list(memory.capture(capture)) == sorted(buckets, reverse=True)
         decoder = GraphDecoder(memory, pool, codec, sampler, scorer, forced=None)
     available = strategies(config.heads, device=device, dtype=dtype, costs=COSTS)
+    if fixed_split:
+        available = deterministic_set(config.heads, device=device, dtype=dtype).strategies
     runner = ModelRunner(
         Forward(model, pool, sampler, LIMITS.max_step_tokens),
         pool,

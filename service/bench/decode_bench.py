@@ -11,6 +11,8 @@ from stemserve.service.bench.scrape import Reading
 from stemserve.service.bench.target import Target
 from stemserve.service.bench.token_arrivals import CallFailed, TokenArrivals, token_arrivals
 
+MOST_OVER_WORKER = 1.05  # that a token may take, of its time in the worker
+
 
 def measure_decode(target: Target, row: DecodeRow) -> MeasuredRow:
     prefix_ids = target.register(target.tokens.decode_round(row, 0).prefix[None])
@@ -30,15 +32,19 @@ def measure_decode(target: Target, row: DecodeRow) -> MeasuredRow:
     target.release(prefix_ids)
     counted = [streams for streams in rounds[target.repeats.warm_up :] if streams]
     of_rounds = [float(np.median([s.seconds_per_token for s in streams])) for streams in counted]
+    ours_ms = median_ms(of_rounds)
+    more = _more(counted, grown, row) | {"busiest_client": rounded(max(clients))}
+    if ours_ms and (worker_ms := more.get("worker_ms_a_token")):
+        more["outside_worker_kept"] = ours_ms <= MOST_OVER_WORKER * worker_ms
     return MeasuredRow(
         row=row,
-        ours_ms=median_ms(of_rounds),
+        ours_ms=ours_ms,
         rounds_ms=tuple(rounded(seconds * 1e3) for seconds in of_rounds),
         failures=len(failures),
         first_failure=failures[0] if failures else "",
         times=percentiles(gap for streams in counted for s in streams for gap in s.gaps.tolist()),
         logprobs=np.array([stream.first_logprob for stream in rounds[0]]),
-        more=_more(counted, grown, row) | {"busiest_client": rounded(max(clients))},
+        more=more,
     )
 
 

@@ -12,7 +12,7 @@ from stemserve.kernels.fused.fused_norm import power_of_2
 from stemserve.kernels.overlap import overlap
 
 KERNELS: Any = skinny_linear_triton  # untyped: device code
-MOST_ROWS = 128
+MOST_ROWS = 64  # of more the library's products are as fast
 LEAST_ROWS = 16  # of a tile
 ALIGNMENT = 16  # bytes, of what is prefetched
 
@@ -87,7 +87,7 @@ def skinny_linear(
 
 def skinny_shape(rows: int, columns: int, depth: int) -> SkinnyShape | None:
     """The fastest (H200); None: the library's product is faster, or the sum has no such parts."""
-    if rows > 64:
+    if rows > MOST_ROWS:
         return None
     tiles = -(-columns // 64)
     parts = max(1, min(8, round(132 / tiles)))

@@ -68,15 +68,16 @@ class DecodeGraph:
         """Afterwards `advance` and one of `end` are a decode step."""
         codec, ops = self._parts.codec, self._parts.model.ops
         # Bins are put in pairs where several tiles read the same.
-        wide = self.shape.tables.rows * codec.shape.group > TILE_ROWS
+        rows = self.shape.burst.rows
+        wide = rows * codec.shape.group > TILE_ROWS
         for paired in (False, True) if wide and codec.hopper is not None else (False,):
             work = partial(self._to_hidden, self._plan(paired=paired))
-            self._advance[paired] = capture_fastest(ops, capture, work)
+            self._advance[paired] = capture_fastest(ops, rows, capture, work)
         self.end[Ending.LIKELIEST] = capture(self._take_likeliest)
         try:
             self.end[Ending.DRAWN] = capture(self._draw)
         except Exception as error:
-            log.error("draws of %d rows have no graph: %s", self.shape.burst.rows, error)
+            log.error("draws of %d rows have no graph: %s", rows, error)
 
     def advance(self, *, paired: bool) -> None:
         """To the final norm, with tables whose bins are paired, or not."""

@@ -12,13 +12,14 @@ REPLAYS = 8
 
 def capture_fastest(
     ops: LayerOps,
+    rows: int,
     capture: Capture,
     work: Callable[[], None],
 ) -> Callable[[], None]:
     """The work as it is captured in each way, and the fastest of these."""
     try:
         replays: list[Callable[[], None]] = []
-        for way in range(ops.product_ways):
+        for way in range(ops.product_ways(rows)):
             ops.product_way.number = way
             replays.append(capture(work))
     finally:

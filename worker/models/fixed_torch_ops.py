@@ -16,7 +16,6 @@ from stemserve.worker.models.torch_ops import TorchHeads, TorchLmHead, TorchOps,
 
 class FixedTorchOps:
     def __init__(self, config: ModelConfig, device: torch.device) -> None:
-        self.product_ways = 1
         self.product_way = ProductWay()
         self._config = config
         self._plain = TorchOps(config, device)
@@ -24,6 +23,9 @@ class FixedTorchOps:
         # An angle's cosine is the same in every step: it is made once.
         self._rotations = rotary.rotation(torch.arange(config.context_tokens, device=device))
         self._checked: set[tuple[int, ...]] = set()
+
+    def product_ways(self, rows: int) -> int:
+        return 1
 
     def norm(self, x: Tensor, weight: Tensor) -> Tensor:
         return by_blocks(partial(self._plain.norm, weight=weight), x)

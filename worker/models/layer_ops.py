@@ -83,8 +83,11 @@ class DeviceGather(Protocol):
 class LayerOps(Protocol):
     """Chosen once, for the device that holds the model."""
 
-    product_ways: int  # that there are, for products of few rows
     product_way: ProductWay
+
+    def product_ways(self, rows: int) -> int:
+        """How many there are, for products of so many rows."""
+        ...
 
     def norm(self, x: Tensor, weight: Tensor) -> Tensor:
         """RMS norm of [rows, hidden]."""

@@ -11,7 +11,7 @@ from stemserve.kernels.fused.skinny_linear import (
 from stemserve.worker.models.linear import DenseLinear, ProductWay
 
 # Bytes of the next product's weights that are sent for ahead, in each way but 0.
-AHEAD = (0, 12 << 20, 24 << 20)
+AHEAD = (0, 16 << 20)
 
 
 class SkinnyLinear(DenseLinear):

@@ -12,6 +12,7 @@ from stemserve.kernels.fused.fused_heads import HeadTransform, PageTarget, split
 from stemserve.kernels.fused.fused_logits import FEW_ROWS, chosen_logprobs, has_aligned_rows
 from stemserve.kernels.fused.fused_norm import add_rms_norm, rms_norm
 from stemserve.kernels.fused.heads import Heads
+from stemserve.kernels.fused.skinny_linear import MOST_ROWS
 from stemserve.kernels.host_array import index_tensor
 from stemserve.worker.models.chunked_gather import rows_at_once
 from stemserve.worker.models.layer_ops import Gathered, Likeliest, LmHead, PageWrites
@@ -29,8 +30,11 @@ class TritonOps:
             shape=config.heads, table=rotation_table(config, device), eps=config.rms_eps
         )
         self._last_linear: SkinnyLinear | None = None
-        self.product_ways = 1
         self.product_way = ProductWay()
+
+    def product_ways(self, rows: int) -> int:
+        own = self._last_linear is not None and rows <= MOST_ROWS
+        return 1 + len(AHEAD) if own else 1
 
     def norm(self, x: Tensor, weight: Tensor) -> Tensor:
         return rms_norm(x, weight, self._eps)
@@ -50,7 +54,6 @@ class TritonOps:
         self._transform = replace(self._transform, dtype=weight.dtype)
         if weight.dtype.itemsize > 2 or not has_aligned_rows(weight):
             return DenseLinear(weight, bias)
-        self.product_ways = 1 + len(AHEAD)
         linear = SkinnyLinear(weight, bias, self.product_way)
         if self._last_linear is not None:
             self._last_linear.following = linear

@@ -5,7 +5,7 @@ import time
 import pytest
 import torch
 
-from stemserve.worker.device_clock import DeviceClock
+from stemserve.worker.device_clock import DeviceClock, DeviceSpan
 
 pytestmark = pytest.mark.gpu
 
@@ -15,7 +15,7 @@ def test_spans_and_the_time_between_them_add_up_to_no_more_than_the_wall_clock()
     (matrix @ matrix).cpu()
     clock = DeviceClock()
     started = time.perf_counter()
-    spans = []
+    spans: list[DeviceSpan] = []
     for number in range(3):
         began = clock.begin()
         for _ in range(20):

@@ -28,7 +28,7 @@ class OpenLoop:
     first_items_per_s: float = 500.0
     more_items_per_s: float = 500.0  # from one rate to the next
     most_items_per_s: float = 20_000.0
-    seconds: float = 8.0  # of a rate
+    seconds: float = 6.0  # of a rate
 
     @property
     def name(self) -> str:

@@ -12,6 +12,7 @@ from typing import Any, Self
 from stemserve.service.bench.client_process import CallRecord, Calls, Done, serve_calls
 
 LEAD_S = 0.05  # from handing out calls to the first of them
+HANDED_BYTES_PER_S = 50e6  # and what it takes to hand them out, at least
 READY_S = 60.0
 STOP_S = 5.0
 
@@ -66,7 +67,8 @@ class ClientPool:
         processes, and wait for all answers."""
         after = after or [0.0] * len(requests)
         shares = [slice(first, None, len(self._clients)) for first in range(len(self._clients))]
-        start = time.perf_counter() + LEAD_S
+        lead_s = LEAD_S + sum(map(len, requests)) / HANDED_BYTES_PER_S
+        start = time.perf_counter() + lead_s
         busy: list[Connection] = []
         for (_, connection), share in zip(self._clients, shares, strict=True):
             if requests[share]:

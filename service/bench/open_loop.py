@@ -14,7 +14,7 @@ from stemserve.service.bench.target import Target
 from stemserve.service.bench.tokens import TokenSource
 
 MOST_P99_MS = 500.0
-TIMEOUT_S = 10.0
+TIMEOUT_S = 5.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -42,7 +42,7 @@ def _axes(title: str, height: float) -> tuple[Any, Any]:
 
 
 def _rows(result: dict[str, Any], rows: list[dict[str, Any]], path: Path) -> None:
-    """Ours, the peer's, floor and goal of each row, over our time's axis."""
+    """Ours, the peer's, floor and goal of each row, over time."""
     figure, axes = _axes(f"Milliseconds through gRPC on {result['gpu'] or 'a CPU'}", 5.5)
     places = range(len(rows))
     for label, key, marker, colour in (
@@ -57,6 +57,7 @@ def _rows(result: dict[str, Any], rows: list[dict[str, Any]], path: Path) -> Non
     axes.set_yticks(list(places), [row["name"] for row in rows], fontsize=8)
     axes.invert_yaxis()
     axes.set_xscale("log")
+    axes.xaxis.set_major_formatter("{x:g}")
     axes.set_xlabel("ms: a call of a Score row (all calls at once), a token of a Generate row")
     axes.legend(frameon=False, fontsize=8)
     figure.savefig(path, dpi=120)
@@ -70,6 +71,8 @@ def _open_loop(result: dict[str, Any], path: Path) -> None:
         axes.plot(rates, [level["latency"][key] for level in levels], "o-", color=colour, label=key)
     axes.axhline(500, color=PEER, linewidth=1, linestyle="--", label="500 ms")
     axes.set_yscale("log")
+    axes.yaxis.set_major_formatter("{x:g}")
+    axes.yaxis.set_minor_formatter("{x:g}")
     axes.set_xlabel("items scored a second")
     axes.set_ylabel("ms from the moment that a call was due")
     axes.legend(frameon=False, fontsize=8)

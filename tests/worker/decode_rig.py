@@ -19,7 +19,7 @@ from stemserve.kernels.layout import Int32
 from stemserve.kernels.pricing.cost_model import CostTable
 from stemserve.kernels.pricing.engine_cost import BlockEngine
 from stemserve.kernels.registry import deterministic_set, strategies
-from stemserve.kernels.strategy import TORCH
+from stemserve.kernels.strategy import TORCH, Kernel
 from stemserve.proto.v1 import worker_pb2
 from stemserve.worker.blobs import decode_float32, decode_int32
 from stemserve.worker.dispatch import Dispatcher
@@ -146,7 +146,8 @@ def make_rig(
     runner = ModelRunner(
         Forward(model, pool, sampler, LIMITS.max_step_tokens),
         pool,
-        Dispatcher(available, COSTS, forced=None),
+        # On a GPU, so that no library is compiled for these heads.
+        Dispatcher(available, COSTS, forced=None if device == CPU else Kernel.CODEC),
         sampler,
         scorer,
         LIMITS,

@@ -27,15 +27,21 @@ def put_off_full_collections() -> None:
 async def collect_when_idle(
     is_idle: Callable[[], bool], *, period_s: float = PERIOD_S, most_s: float = MOST_S
 ) -> None:
-    """Runs until cancelled. Nothing is collected where nothing was made."""
-    made, collected_at = _collections(), time.monotonic()
+    """Runs until cancelled. Nothing is collected where nothing was made.
+
+    A moment between two calls is no idleness: next to nothing was made for a period.
+    """
+    known = seen = _collections()
+    collected_at = time.monotonic()
     while True:
         await asyncio.sleep(period_s)
-        if _collections() == made:
+        before, seen = seen, _collections()
+        if seen == known:
             continue
-        if is_idle() or time.monotonic() - collected_at >= most_s:
+        is_quiet = seen == before and is_idle()
+        if is_quiet or time.monotonic() - collected_at >= most_s:
             gc.collect()
-            made, collected_at = _collections(), time.monotonic()
+            known, collected_at = seen, time.monotonic()
 
 
 def _collections() -> int:

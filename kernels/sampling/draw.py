@@ -1,4 +1,4 @@
-"""Tokens drawn from logits on a CUDA device, as the tables of the slots say: three launches.
+"""Tokens drawn from logits on a CUDA device, as the tables of the slots say: five launches.
 
 A token is the inverse of the cumulated distribution, in the order of ids, at a number that depends
 on the slot's seed and the token's index only. All sums have a fixed order of their own in each row.
@@ -25,10 +25,42 @@ class DrawShape:
     width: int = 128  # tokens of a block
     blocks: int = 32  # of a program that summarises them
     picks: int = 128  # blocks that one program holds
+    scan: int = 8192  # tokens of a program that looks at all
+    room: int = 1024  # for candidates of such a program
+    candidates: int = 8192  # of a row
     warps: int = 16
 
 
 FASTEST = DrawShape()
+STATE = 4
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Work:
+    """What the launches of a draw share."""
+
+    logits: Tensor
+    slots: Tensor
+    index: Tensor
+    tables: SlotTables
+    shape: DrawShape
+    drawn: DrawnTokens
+    parts: Tensor  # [3, rows, blocks] float32: largest logits, sums, sums at the temperature
+    wide: Tensor  # [rows] int32: how a row is still to be drawn
+    state: Tensor  # [rows, STATE] int32
+    arrived: Tensor  # [rows] int32: programs of a row that are done
+
+    @property
+    def sizes(self) -> tuple[int, int, int]:
+        return self.logits.stride(0), self.logits.shape[1], self.parts.shape[2]
+
+    @property
+    def table(self) -> Tensor:
+        return self.tables.params
+
+    @property
+    def pad(self) -> int:
+        return power_of_2(self.parts.shape[2])
 
 
 def draw_tokens(
@@ -42,60 +74,125 @@ def draw_tokens(
     rows, vocab = logits.shape
     if logits.dtype != torch.float32 or logits.stride(1) != 1:
         raise ValueError("logits must be float32, those of a row side by side")
-    drawn = DrawnTokens(
-        logits.new_empty(rows, dtype=torch.int64),
-        logits.new_empty(rows),
-        logits.new_empty(rows, dtype=torch.bool),
+    progress = logits.new_empty(rows * (2 + STATE), dtype=torch.int32)
+    work = _Work(
+        logits=logits,
+        slots=slots,
+        index=index,
+        tables=tables,
+        shape=shape,
+        drawn=DrawnTokens(
+            logits.new_empty(rows, dtype=torch.int64),
+            logits.new_empty(rows),
+            logits.new_empty(rows, dtype=torch.bool),
+        ),
+        parts=logits.new_empty((3, rows, -(-vocab // shape.width))),
+        wide=progress[:rows],
+        arrived=progress[rows : 2 * rows],
+        state=progress[2 * rows :],
     )
-    if not rows:
-        return drawn
-    blocks = -(-vocab // shape.width)
-    pad = power_of_2(blocks)
-    parts = logits.new_empty((3, rows, blocks))  # tops, totals, masses
-    picks = logits.new_empty((rows, shape.picks), dtype=torch.int32)
-    is_wide = logits.new_empty(rows, dtype=torch.int8)
-    sizes = (logits.stride(0), vocab, blocks)
+    if rows:
+        _draw_few(work)
+        _draw_wide(work)
+    return work.drawn
+
+
+def _draw_few(work: _Work) -> None:
+    """Rows whose allowed tokens are few, and those that allow every token."""
+    shape, (_, rows, blocks) = work.shape, work.parts.shape
     KERNELS.block_kernel[(-(-blocks // shape.blocks), rows)](
-        logits,
-        slots,
-        tables.params,
-        *parts,
-        *sizes,
+        work.logits,
+        work.slots,
+        work.table,
+        *work.parts,
+        *work.sizes,
         GREEDY=GREEDY_TEMPERATURE,
         BLOCKS=shape.blocks,
         WIDTH=shape.width,
         num_warps=4,
     )
-    where = (slots, index, tables.params, tables.last_token)
     KERNELS.row_kernel[(rows,)](
-        logits,
-        *where,
-        *parts,
-        picks,
-        is_wide,
-        *drawn,
-        *sizes,
+        work.logits,
+        work.slots,
+        work.index,
+        work.table,
+        work.tables.last_token,
+        *work.parts,
+        work.parts.new_empty((rows, shape.picks), dtype=torch.int32),
+        work.wide,
+        work.state,
+        work.arrived,
+        *work.drawn,
+        *work.sizes,
         GREEDY=GREEDY_TEMPERATURE,
-        PAD=pad,
+        PAD=work.pad,
         PICKS=shape.picks,
         WIDTH=shape.width,
+        MOST=shape.candidates // 2,
         num_warps=shape.warps,
     )
-    tile = shape.picks * shape.width
-    tiles = power_of_2(-(-vocab // tile))
-    WIDE_KERNELS.wide_kernel[(rows,)](
-        logits,
-        *where,
-        *parts,
-        is_wide,
-        *logits.new_empty((2, rows, tile), dtype=torch.int32),  # keys and ids
-        logits.new_empty((rows, tiles), dtype=torch.float64),
-        *drawn,
-        *sizes,
-        PAD=pad,
+
+
+def _draw_wide(work: _Work) -> None:
+    """The other rows; programs of rows that are done end at once."""
+    shape, (_, rows, _) = work.shape, work.parts.shape
+    programs = -(-work.logits.shape[1] // shape.scan)
+    tiles = power_of_2(programs)
+    room = max(shape.room, shape.candidates // tiles)
+    new = work.parts.new_empty
+    partial = new((rows, 4, tiles), dtype=torch.float64)
+    listed = new((2, rows, tiles, room), dtype=torch.int32)
+    WIDE_KERNELS.scan_kernel[(programs, rows)](
+        work.logits,
+        work.slots,
+        work.table,
+        work.parts[0],
+        work.wide,
+        work.state,
+        partial,
+        *listed,
+        *work.sizes,
+        PAD=work.pad,
+        SCAN=shape.scan,
+        TILES=tiles,
+        ROOM=room,
+        num_warps=shape.warps,
+    )
+    WIDE_KERNELS.settle_kernel[(rows,)](
+        work.logits,
+        work.slots,
+        work.table,
+        *work.parts,
+        work.wide,
+        work.state,
+        partial,
+        *listed,
+        new((rows, tiles), dtype=torch.int32),
+        *work.sizes,
+        programs,
+        PAD=work.pad,
         WIDTH=shape.width,
-        TILE=tile,
+        TILES=tiles,
+        ROOM=room,
+        TILE=shape.candidates,
+        num_warps=shape.warps,
+    )
+    WIDE_KERNELS.weigh_kernel[(programs, rows)](
+        work.logits,
+        work.slots,
+        work.index,
+        work.table,
+        work.tables.last_token,
+        *work.parts[:2],
+        work.wide,
+        work.state,
+        work.arrived,
+        new((rows, tiles), dtype=torch.float64),
+        *work.drawn,
+        *work.sizes,
+        PAD=work.pad,
+        WIDTH=shape.width,
+        SCAN=shape.scan,
         TILES=tiles,
         num_warps=shape.warps,
     )
-    return drawn

@@ -2,17 +2,22 @@
 # type: ignore
 """Draws in Triton: what blocks of a row hold, then a token a row from the blocks that matter.
 
-A row whose allowed tokens may lie outside its PICKS likeliest blocks is left to wide_kernel.
+A row whose allowed tokens may lie outside its PICKS likeliest blocks is left to others.
 """
 
 import triton
 import triton.language as tl
 
+from stemserve.kernels.sampling.search_triton import sampled_keys
 from stemserve.kernels.sampling.tile_triton import (
     EVERY_TOKEN,
     LEAST,
     LOG2E,
     NOTHING,
+    STATE,
+    WIDE_SCANNED,
+    WIDE_SEARCHED,
+    WIDE_WHOLE,
     count_of,
     equals_wanted,
     find,
@@ -130,7 +135,8 @@ def _few(
     key, weight = load_tile(line, token, vocab, highest, scale)
     one = tl.full([TILE], 1.0, tl.float32)
     above_all = key_of(highest).to(tl.int64) + 1
-    threshold = tl.full([], LEAST, tl.int32)
+    # Where all that stay are in the picked blocks, none of them is less than all other blocks.
+    threshold = tl.maximum(outside, LEAST)
     spare = tl.full([], EVERY_TOKEN, tl.int32)
     is_all = outside == NOTHING
     is_few = is_all | (weight_at(outside, highest, scale) < min_p)
@@ -165,6 +171,25 @@ def _few(
 
 
 @triton.jit
+def _wide_kind(
+    state, line, total, top_k, top_p, highest, scale, vocab, blocks,
+    MOST: tl.constexpr, WIDTH: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    kind = tl.full([], WIDE_WHOLE, tl.int32)
+    if top_k > MOST:
+        kind = tl.full([], WIDE_SEARCHED, tl.int32)
+    else:
+        if (top_k > 0) | (top_p < 1.0):
+            kind = tl.full([], WIDE_SCANNED, tl.int32)
+            upper, lower = sampled_keys(
+                line, total, top_k, top_p, highest, scale, vocab, blocks, MOST, WIDTH, TILE
+            )
+            tl.store(state, upper)
+            tl.store(state + 1, lower)
+    return kind
+
+
+@triton.jit
 def row_kernel(
     logits: tl.tensor,  # [rows, vocab] float32, a row every stride numbers
     slots: tl.tensor,  # [rows] int64
@@ -175,7 +200,9 @@ def row_kernel(
     totals: tl.tensor,
     masses: tl.tensor,
     picks: tl.tensor,  # [rows, PICKS] int32, scratch
-    is_wide: tl.tensor,  # [rows] int8: the token is not drawn yet
+    wide: tl.tensor,  # [rows] int32: how the row is still to be drawn; 0: it is drawn
+    state: tl.tensor,  # [rows, STATE] int32
+    arrived: tl.tensor,  # [rows] int32, made zeros
     tokens: tl.tensor,  # [rows] int64
     logprobs: tl.tensor,  # [rows] float32
     failed: tl.tensor,  # [rows] bool
@@ -186,6 +213,7 @@ def row_kernel(
     PAD: tl.constexpr,
     PICKS: tl.constexpr,
     WIDTH: tl.constexpr,
+    MOST: tl.constexpr,  # top_k that a scan has room for
 ) -> None:
     row = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots + row)
@@ -193,6 +221,7 @@ def row_kernel(
     line = logits + row * stride
     top, highest, whole = row_summary(tops, totals, row, blocks, PAD)
     token = tl.full([], -1, tl.int32)
+    kind = tl.full([], 0, tl.int32)
     is_finite = ((whole - whole) == 0.0) & (highest > -float("inf"))
     if (temperature > GREEDY) & is_finite:
         u = uniform(seed, tl.load(index + row))
@@ -208,9 +237,15 @@ def row_kernel(
                 picks + row * PICKS, line, top, total, u, highest, scale, top_k, top_p, min_p,
                 vocab, blocks, PAD, PICKS, WIDTH,
             )  # fmt: skip
+            if token < 0:
+                kind = _wide_kind(
+                    state + row * STATE, line, total, top_k, top_p, highest, scale, vocab, blocks,
+                    MOST, WIDTH, PICKS * WIDTH,
+                )  # fmt: skip
     else:
         token = _likeliest(line, top, highest, vocab, blocks, PAD, WIDTH)
-    tl.store(is_wide + row, (token < 0).to(tl.int8))
+    tl.store(wide + row, kind)
+    tl.store(arrived + row, 0)
     if token >= 0:
         logprob = tl.load(line + token) - highest - tl.log(whole)
         finish(tokens, logprobs, failed, last_token, row, slot, token, logprob)

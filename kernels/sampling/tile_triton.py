@@ -14,6 +14,11 @@ NOTHING = tl.constexpr(-(1 << 31))  # a key below that of -inf
 LEAST = tl.constexpr(-2139095041)  # the key of -inf
 EVERY_TOKEN = tl.constexpr(1 << 30)
 WORDS = tl.constexpr(4)
+# How a row with many allowed tokens is drawn; 0: there are few.
+WIDE_SCANNED = tl.constexpr(1)  # keys for a scan are known
+WIDE_SEARCHED = tl.constexpr(2)  # by one program
+WIDE_WHOLE = tl.constexpr(3)  # neither top_k nor top_p
+STATE = tl.constexpr(4)  # numbers a row: upper key, lower key; then threshold, last token
 
 
 @triton.jit

@@ -8,7 +8,7 @@ from stemserve.kernels.codec_decode import CodecDecode
 from stemserve.kernels.strategy import Kernel, Phase
 from stemserve.worker.dispatch import Strategies
 from stemserve.worker.graphs.buckets import row_buckets
-from stemserve.worker.graphs.capture import GraphCapture
+from stemserve.worker.graphs.capture import make_capture
 from stemserve.worker.graphs.decode_check import failures
 from stemserve.worker.graphs.decode_memory import DecodeMemory
 from stemserve.worker.graphs.graph_decoder import GraphDecoder
@@ -60,7 +60,7 @@ def capture_decoder(
     memory = DecodeMemory(
         model, pool, codec, sampler.tables, rows=rows, steps=limits.max_burst_steps
     )
-    captures = memory.capture(GraphCapture(model.device))
+    captures = memory.capture(make_capture(model.device))
     run_captures("decode graphs", rows, captures, check, model.device)
     decoder = GraphDecoder(memory, pool, codec, sampler, engine.scorer, forced=forced)
     _check(decoder, engine)

@@ -65,3 +65,15 @@ async def test_a_server_that_is_never_idle_collects_nevertheless() -> None:
     make_garbage()
     await until(lambda: full_collections() > before)
     task.cancel()
+
+
+async def test_a_moment_between_two_calls_is_no_idleness() -> None:
+    put_off_full_collections()
+    before = full_collections()
+    task = asyncio.create_task(collect_when_idle(lambda: True, period_s=0.05))
+    for _ in range(15):
+        make_garbage()
+        await asyncio.sleep(0.01)
+    assert full_collections() == before
+    await until(lambda: full_collections() == before + 1)
+    task.cancel()

@@ -1,6 +1,6 @@
 """Attention in torch whose bits depend, for each row, on its own place and keys only.
 
-All products have one shape: 16 rows whose places in their sequences share all but the last four
+All products have one shape: 8 rows whose places in their sequences share all but the last three
 bits, by 256 keys that share all but the last eight. A row always has the same place in its block,
 and so has a key, whatever else is computed, stored or an item's. Blocks of keys follow each other
 from the first token on; what a row does not see adds exact zeros.
@@ -20,7 +20,7 @@ from stemserve.kernels.layout import AttentionLayout, HeadShape, Int32, int32
 from stemserve.kernels.strategy import TORCH, Kernel, Part, Phase, Work
 from stemserve.kernels.token_sources import EMPTY, indptr, row_sources, token_slots
 
-ROWS = 16
+ROWS = 8  # more are faster in prefill, fewer in decode, where all but one are empty
 KEYS = 256
 NO_SCORE = -1e30  # finite, so that a difference of two is no NaN
 

@@ -137,7 +137,6 @@ async def test_generations_do_not_depend_on_neighbours_or_on_what_is_cached(
     score = random_case(rng).request
     talks = [generation(random_tokens(rng, 50), max_new_tokens=30, n=3, sampling=SAMPLED)]
     beside, *_ = await rig.run(request, score, *talks)
-    assert any(plan.repeat > 1 for plan in rig.engine.plans)
     for other in (again, beside):
         assert isinstance(other, Generated)
         assert other.tokens == alone.tokens

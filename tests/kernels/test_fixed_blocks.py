@@ -84,9 +84,9 @@ def test_work_counts_the_blocks_that_are_read() -> None:
     segments = [Segment(rows=20, is_item=True), Segment(rows=3), Segment(rows=0)]
     layout = make_layout([Node(tokens=KEYS - 4)], segments)
     work = FixedBlocks(head_shape(1, 1, 8), CPU, Phase.PREFILL).work(layout)
-    # Rows 252..271 lie in two blocks of rows, 249..251 in one.
-    assert work.kv_tokens.tolist() == [KEYS, 2 * KEYS, KEYS]
-    assert work.launches == 4
+    # Rows 252..271 lie in three blocks of rows, 249..251 in one.
+    assert work.kv_tokens.tolist() == [KEYS, 2 * KEYS, 2 * KEYS, KEYS]
+    assert work.launches == 6
 
 
 @pytest.mark.parametrize(

@@ -278,3 +278,15 @@ def test_a_taken_token_is_the_next_input_of_its_slot() -> None:
     drawn = sampler.take(tokens, nothing, nothing.bool(), int32([2, 0]))
     assert drawn.top_ids.shape == drawn.top_logprobs.shape == (2, 0)
     assert sampler.tables.token_ids(torch.tensor([-1, -3, 5])).numpy().tolist() == [9, 7, 5]
+
+
+def test_a_slot_that_is_set_up_anew_forgets_its_edits() -> None:
+    sampler = Sampler(2, CPU)
+    logits = torch.tensor([B28])
+    first = message(1, banned_ids=blob([0]), top_logprobs=2)
+    for params, token, columns in [(first, 1, 2), (message(1), 0, 0)]:
+        sampler.admit([decode_sampler(params, slots=2, vocab_size=4)])
+        drawn = sampler.draw(logits, samples_of([1], [0]))
+        assert drawn.tokens.numpy().tolist() == [token]
+        assert drawn.top_ids.shape == (1, columns)
+    assert logits.numpy().tolist() == [B28]

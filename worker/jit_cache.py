@@ -1,11 +1,21 @@
-"""Where Triton keeps the kernels that it compiles: looked at before anything is compiled."""
+"""Where Triton keeps the kernels that it compiles: looked at before anything is compiled, and moved
+when the disk is full later.
+"""
 
+import errno
+import logging
+import os
 import tempfile
+from collections.abc import Iterable
 from pathlib import Path
 
 from stemserve.worker.config import ConfigError
 
+log = logging.getLogger(__name__)
+
 NEEDED_BYTES = 8 << 20  # of the kernels of one model
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
+OTHERS = (Path(tempfile.gettempdir()), Path("/dev/shm"))
 
 
 def check_folder(folder: Path) -> None:
@@ -27,3 +37,26 @@ def check_triton_cache() -> None:
     from triton import knobs
 
     check_folder(Path(knobs.cache.dir))
+
+
+def is_full(error: BaseException) -> bool:
+    return isinstance(error, OSError) and error.errno in FULL
+
+
+def move_triton_cache(candidates: Iterable[Path] = OTHERS) -> bool:
+    """Another folder of this process's own, where there is one with room."""
+    # Here, so that a host without a GPU does without Triton.
+    from triton import knobs
+
+    for parent in candidates:
+        folder = parent / f"stemserve-triton-{os.getpid()}"
+        if str(folder) == knobs.cache.dir:
+            continue
+        try:
+            check_folder(folder)
+        except ConfigError:
+            continue
+        log.warning("%s is full; compiled kernels go to %s", knobs.cache.dir, folder)
+        knobs.cache.dir = str(folder)
+        return True
+    return False

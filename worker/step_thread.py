@@ -11,6 +11,7 @@ import torch
 
 from stemserve.proto.v1 import worker_pb2
 from stemserve.worker.blobs import BadPlan
+from stemserve.worker.jit_cache import is_full, move_triton_cache
 from stemserve.worker.smaller_steps import Launched, Runner, launch
 
 log = logging.getLogger(__name__)
@@ -21,8 +22,16 @@ Outcome = Launched | worker_pb2.StepResult  # the latter for a step that failed
 class StepThread:
     """While another thread fetches the result of one step, the next is launched here."""
 
-    def __init__(self, runner: Runner, on_device_lost: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        runner: Runner,
+        on_device_lost: Callable[[], None],
+        *,
+        move_cache: Callable[[], bool] = move_triton_cache,
+    ) -> None:
+        """`move_cache` of what is compiled, to another disk; False: there is none."""
         self._runner = runner
+        self._move_cache = move_cache
         self._on_device_lost = on_device_lost
         self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="steps")
@@ -62,10 +71,19 @@ class StepThread:
 
     def _launch(self, plan: worker_pb2.StepPlan) -> Outcome:
         try:
-            return launch(self._runner, plan)
+            return self._launch_compiled(plan)
         except Exception as error:
             self._check_device()
             return failed_step(plan.step_id, error)
+
+    def _launch_compiled(self, plan: worker_pb2.StepPlan) -> Launched:
+        """Once more, where what it needs could not be compiled for want of room on a disk."""
+        try:
+            return launch(self._runner, plan)
+        except OSError as error:
+            if not (is_full(error) and self._move_cache()):
+                raise
+        return launch(self._runner, plan)
 
     def _check_device(self) -> None:
         """After some errors every further call to a GPU fails."""

@@ -129,7 +129,7 @@ class WorkerConfig:
     page_size: int | None = None
     threads: int | None = None
     max_burst_steps: int | None = None  # decode steps that are sent at once
-    max_burst_ms: float = 10.0  # that they may take: so long whoever comes meanwhile may wait
+    max_burst_ms: float = 20.0  # that they may take: so long whoever comes meanwhile may wait
     kernel: str | None = None  # forces one attention strategy, for debugging
     deterministic: bool = False  # results do not depend on what runs beside them, or on the cache
     cuda_graphs: bool = True  # without them every kernel is launched by itself

@@ -34,7 +34,7 @@ class BatcherLimits:
     max_queued_requests: int = 1024
     max_queued_tokens: int = 1 << 20  # that must be computed, after cache hits
     max_queued_s: float = 600.0  # that all accepted work may take
-    max_burst_s: float = 0.01  # that decode steps which go to the worker at once may take
+    max_burst_s: float = 0.02  # that decode steps which go to the worker at once may take
     tenants: Mapping[str, TenantShare] = field(default_factory=dict[str, TenantShare])
 
     def __post_init__(self) -> None:

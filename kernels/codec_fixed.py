@@ -52,9 +52,7 @@ class RowGroups:
     high: Int32  # [pieces]
 
 
-def chain_steps(
-    layout: AttentionLayout, tokens: int, units: RowUnits, chains: Int32
-) -> ChainSteps:
+def chain_steps(layout: AttentionLayout, tokens: int, units: RowUnits, chains: Int32) -> ChainSteps:
     """The steps of all chains, for chunks of some tokens; of the layout's ordered units."""
     indptr = np.append(np.int32(0), np.cumsum(units.rows, dtype=np.int32))
     parts = [*_whole_steps(layout, units, chains, indptr), _partial_steps(layout, units, indptr)]

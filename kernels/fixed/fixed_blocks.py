@@ -199,11 +199,10 @@ def _key_sources(layout: AttentionLayout, segment: int) -> Int32:  # [blocks, KE
 
 def _key_blocks(sources: Int32, device: torch.device) -> KeyBlocks:
     stored, own = np.flatnonzero(sources >= 0), np.flatnonzero((sources < 0) & (sources > EMPTY))
-    arrays = {
-        "stored_at": stored,
-        "slots": sources[stored],
-        "own_at": own,
-        "rows": -1 - sources[own],
-    }
-    tensors = {name: index_tensor(array, device) for name, array in arrays.items()}
-    return KeyBlocks(count=len(sources) // KEYS, **tensors)
+    return KeyBlocks(
+        count=len(sources) // KEYS,
+        stored_at=index_tensor(stored, device),
+        slots=index_tensor(sources[stored], device),
+        own_at=index_tensor(own, device),
+        rows=index_tensor(-1 - sources[own], device),
+    )

@@ -146,7 +146,7 @@ def test_a_draw_is_the_inverse_of_the_cumulated_distribution(
 @pytest.mark.parametrize("vocab", [32_003, 49_152, 151_936])
 @pytest.mark.parametrize("spread", [0.0, 0.1, 2.0, 6.0])
 def test_a_vocabulary_of_real_size(rng: np.random.Generator, vocab: int, spread: float) -> None:
-    rows = 64
+    rows = 32
     logits = rng.normal(0, spread, (rows, vocab)).astype(np.float32)
     params = [random_params(rng, vocab) for _ in range(rows)]
     index = rng.integers(0, 2**31, rows)
@@ -173,11 +173,11 @@ def test_a_row_without_a_finite_choice_fails_alone(rng: np.random.Generator) -> 
 @pytest.mark.parametrize("shape", [SMALL, FASTEST], ids=["small", "fastest"])
 def test_a_draw_does_not_depend_on_the_batch(rng: np.random.Generator, shape: DrawShape) -> None:
     vocab = 5003 if shape is FASTEST else 203
-    logits = rng.normal(0, 1, (10, vocab)).astype(np.float32)
-    params = [random_params(rng, vocab) for _ in range(10)]
-    index = rng.integers(0, 2**31, 10)
+    logits = rng.normal(0, 1, (5, vocab)).astype(np.float32)
+    params = [random_params(rng, vocab) for _ in range(5)]
+    index = rng.integers(0, 2**31, 5)
     together = draw(logits, params, index, shape)
-    order = rng.permutation(np.arange(10))
+    order = rng.permutation(np.arange(5))
     moved = draw(logits[order], [params[int(i)] for i in order], index[order], shape)
     for a, b in zip(together, moved, strict=True):
         assert torch.equal(a[device_tensor(order, CPU)], b)

@@ -75,5 +75,5 @@ def record_kernel(
         tl.store(last_token + tl.load(sample_slots + row, inside, other=0), token, inside)
         tl.store(base + row, token.to(tl.int32), inside)
         tl.store(base + rows + row, logprob.to(tl.int32, bitcast=True), inside)
-        finite = logprob - logprob == 0.0
+        finite = tl.abs(logprob) < float("inf")
         tl.store(base + 2 * rows + row, tl.where(finite, 0, 1), inside)

@@ -107,8 +107,6 @@ class Suite:
                 with ExitStack() as of_model:
                     target = targets.get(model) or self._start(of_model, folder, log)
                     self._measure(target, model, peers.get(model))
-            if plan.together and plan.open_loop is not None:
-                self._measure_open_loop(targets[plan.open_loop.model], plan.open_loop)
 
     def _launch_peers(self, stack: ExitStack, folders: Mapping[str, Path]) -> dict[str, Peer]:
         if self._start_peer is None:
@@ -138,7 +136,7 @@ class Suite:
             theirs = self._peer_row(row, target, peer)
             self._done(self._result.add_row(ours, theirs))
             self._result.write(plan.output)
-        if plan.open_loop is not None and plan.open_loop.model == model and not plan.together:
+        if plan.open_loop is not None and plan.open_loop.model == model:
             self._measure_open_loop(target, plan.open_loop)
 
     def _peer_row(self, row: Row, target: Target | str, peer: Peer | None) -> PeerRow:

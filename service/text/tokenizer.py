@@ -75,12 +75,13 @@ class Tokenizer:
     def _encode(self, encoder: tokenizers.Tokenizer, texts: Sequence[str]) -> PackedTokens:
         encodings = encoder.encode_batch_fast(list(texts), add_special_tokens=False)
         ids = [encoding.ids for encoding in encodings]
-        if self.bos_id is not None:
-            ids = [[token for token in part if token != self.bos_id] for part in ids]
         lengths = np.fromiter(map(len, ids), dtype=np.int32, count=len(ids))
         indptr = offsets(lengths)
         tokens = np.fromiter(chain.from_iterable(ids), dtype=np.int32, count=int(indptr[-1]))
-        return PackedTokens(tokens=tokens, indptr=indptr)
+        if self.bos_id is None:
+            return PackedTokens(tokens=tokens, indptr=indptr)
+        kept = tokens != self.bos_id
+        return PackedTokens(tokens=tokens[kept], indptr=offsets(kept.astype(np.int32))[indptr])
 
 
 async def anything(least_tokens: int) -> None:
@@ -117,7 +118,12 @@ class TokenizerPool:
             return PackedTokens(
                 tokens=np.zeros(0, dtype=np.int32), indptr=np.zeros(count, dtype=np.int32)
             )
-        return await self._run(self.tokenizer.encode_continuations, texts)
+        # A query over many prefixes comes as often as there are prefixes.
+        numbers = {text: number for number, text in enumerate(dict.fromkeys(texts))}
+        packed = await self._run(self.tokenizer.encode_continuations, list(numbers))
+        if len(numbers) == len(texts):
+            return packed
+        return packed.take(np.array([numbers[text] for text in texts], dtype=np.int32))
 
     async def _run(self, encode: Callable[[Sequence[str]], T], texts: Sequence[str]) -> T:
         characters, executor = sum(map(len, texts)), self._executor

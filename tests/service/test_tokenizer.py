@@ -195,6 +195,23 @@ async def test_the_pool_encodes_as_the_tokenizer_does() -> None:
         assert await pool.encode_front([]) == ()
 
 
+@pytest.mark.parametrize("seed", range(5))
+async def test_texts_that_come_again_get_the_ids_that_each_has(seed: int) -> None:
+    rng = random.Random(seed)
+    tokenizer = byte_tokenizer(adds_bos=True)
+    assert BOS_ID in byte_encoder().encode("a<bos>b").ids
+    known = ["", "<bos>", "a<bos>b", "cd", "é"]
+    texts = rng.choices(known, k=rng.randrange(1, 12))
+    with ThreadPoolExecutor(1) as executor:
+        pool = TokenizerPool(tokenizer, executor, long_executor=executor)
+        packed = await pool.encode_continuations(texts)
+    assert len(packed) == len(texts)
+    for index, text in enumerate(texts):
+        alone = tokenizer.encode_continuations([text]).tokens.tolist()
+        assert packed[index].tolist() == alone
+        assert BOS_ID not in alone
+
+
 async def test_a_long_text_that_is_refused_is_not_tokenised() -> None:
     asked: list[int] = []
 

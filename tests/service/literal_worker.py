@@ -1,5 +1,7 @@
 """A worker that executes plans literally and checks every promise of worker.proto."""
 
+from collections.abc import Iterable
+
 import numpy as np
 from tests.service.burst_plans import joined, sub_steps
 from tests.service.toy_model import CLASSES, SEED, draw, extend, logits_of, logprobs_of
@@ -91,6 +93,12 @@ class LiteralWorker:
         if plan.repeat > 1:
             return joined([self._run_step(step) for step in sub_steps(plan)], plan)
         return self._run_step(plan)
+
+    def forget(self, plan: worker_pb2.StepPlan, rows: Iterable[int]) -> None:
+        """What these rows have stored is something else."""
+        slots = unpack_int32(plan.kv_slots)[list(rows)]
+        for slot in slots[slots >= 0].tolist():
+            self._kv[slot], self._tokens[slot] = 0, -1
 
     def _run_step(self, plan: worker_pb2.StepPlan) -> worker_pb2.StepResult:
         self._checks = plan.step_id >= self.trusting_from

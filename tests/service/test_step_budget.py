@@ -1,7 +1,9 @@
 """Steps after the worker's memory ran out, and rows for which there was none at all."""
 
 import numpy as np
+from hypothesis import HealthCheck, given, settings
 from tests.service.batcher_rig import Rig, make_rig
+from tests.service.test_batcher_property import SETTINGS, Forest, Setting
 from tests.service.toy_jobs import (
     assert_right,
     generate_job,
@@ -22,6 +24,7 @@ def answer(rig: Rig, shortages: int = 0, starved: list[int] | None = None) -> No
     if starved:
         rig.worker.trusting_from = rig.plans[-1].step_id + 1
     result = rig.worker.run(plan)
+    rig.worker.forget(plan, starved or [])
     result.memory_shortages = shortages
     result.starved_rows = pack_int32(starved or [])
     rig.take(rig.batcher.apply(result))
@@ -126,3 +129,46 @@ def test_the_end_of_a_long_step_is_for_the_last_rows_of_all_work() -> None:
     assert budget.of_step(lambda: 9217) == 8192
     assert StepBudget(4096).of_step(lambda: 5000) == 3584
     assert StepBudget(512).of_step(lambda: 513) == 512
+
+
+def starved_rows(plan: worker_pb2.StepPlan, rng: np.random.Generator) -> list[int]:
+    """Now and then those of a segment, or of a few."""
+    starts = unpack_int32(plan.segment_indptr).tolist()
+    if plan.repeat > 1 or rng.random() > 0.15:
+        return []
+    chosen = rng.integers(0, len(starts) - 1, int(rng.integers(1, 3))).tolist()
+    return sorted({row for n in chosen for row in range(starts[n], starts[n + 1])})
+
+
+@given(setting=SETTINGS)
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+def test_whatever_starves_the_others_are_right_and_no_page_is_lost(setting: Setting) -> None:
+    rig = make_rig(
+        pages=setting.pages,
+        budget=setting.budget,
+        slots=setting.slots,
+        in_flight=setting.steps_in_flight,
+        burst=setting.burst,
+    )
+    forest, ahead = Forest(setting.seed, setting.pages), setting.jobs
+    jobs: list[Job] = []
+    turns = 0
+    while ahead or rig.in_flight:
+        turns += 1
+        assert turns < 20_000, "the batcher does not come to an end"
+        if ahead and forest.rng.random() < 0.4:
+            ahead -= 1
+            try:
+                rig.submit(job := forest.job(ahead))
+            except NeverFits:
+                continue
+            jobs.append(job)
+        while len(rig.in_flight) < rig.steps_in_flight and rig.plan() is not None:
+            pass
+        if rig.in_flight:
+            shortages = int(forest.rng.integers(4)) // 2
+            answer(rig, shortages, starved_rows(rig.in_flight[0], forest.rng))
+    finish(rig)
+    for job in jobs:
+        if not isinstance(rig.answers[job.request_id].error, NeverFits):
+            assert_right(job, rig.answers[job.request_id])

@@ -25,7 +25,12 @@ SHAPES = (
     Shape(prefix_tokens=8192, items=32, item_tokens=256),
     Shape(prefix_tokens=512, items=2000, item_tokens=20),
 )
-AT_ONCE = {SHAPES[0].name: (1, 16)}  # calls a round; one of the others
+CASES = (  # shape, what its items are sent as, calls at once
+    *((shape, "ids", 1) for shape in SHAPES),
+    (SHAPES[0], "ids", 16),
+    (SHAPES[1], "texts", 1),
+    (Shape(prefix_tokens=16, items=100, item_tokens=64), "one text, a context each", 1),
+)
 STREAMS = (
     Streams(count=64, tokens=64, burst=1),
     Streams(count=64, tokens=64, burst=8),
@@ -52,10 +57,11 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         log = Path(folder) / "server.log"
         server = Rounds(options.model, log, max_step_tokens=MAX_STEP_TOKENS)
-        cases = [(shape, count) for shape in SHAPES for count in AT_ONCE.get(shape.name, (1,))]
         scores = {
-            f"{shape.name}, {count} at once": server.score(shape, at_once=count, rounds=rounds)
-            for shape, count in track(cases, "calls", console=console)
+            f"{shape.name}, {kind}, {count} at once": server.score(
+                shape, kind=kind, at_once=count, rounds=rounds
+            )
+            for shape, kind, count in track(CASES, "calls", console=console)
         }
         _show(console, "Score calls of a server whose worker computes nothing", scores)
         streams = {

@@ -5,9 +5,10 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Generator
+from collections.abc import Awaitable, Callable, Generator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,8 @@ from stemserve.service.client import Client, token_blob
 
 FAKE_WORKER = Path(__file__).parent.parent / "tests" / "fake_worker.py"
 PAUSE_S = 0.005  # between rounds
+WORDS = (" yes", " no", " water", " house", " seven", " green", " under", " and")  # a token each
+Call = Callable[[Client], Awaitable[Any]]
 Context = inference_pb2.Context
 
 
@@ -44,9 +47,11 @@ class Rounds:
         self._log = log
         self._max_step_tokens = max_step_tokens
 
-    def score(self, shape: Shape, *, at_once: int, rounds: int) -> dict[str, Any]:
+    def score(self, shape: Shape, *, kind: str, at_once: int, rounds: int) -> dict[str, Any]:
+        """`kind` of KINDS: what the items are sent as."""
         with self._server() as (address, pid):
-            return uvloop.run(_score_rounds(address, pid, shape, at_once, rounds))
+            call = partial(KINDS[kind], shape=shape, rng=np.random.default_rng(0))
+            return uvloop.run(_score_rounds(address, pid, call, at_once, rounds))
 
     def generate(self, streams: Streams, *, rounds: int) -> dict[str, Any]:
         with self._server("--max-burst-steps", str(streams.burst)) as (address, pid):
@@ -72,13 +77,12 @@ class Rounds:
 
 
 async def _score_rounds(
-    address: str, pid: int, shape: Shape, at_once: int, rounds: int
+    address: str, pid: int, call: Call, at_once: int, rounds: int
 ) -> dict[str, Any]:
-    rng = np.random.default_rng(0)
     seconds, cpu_seconds = list[float](), 0.0
     async with Client(address) as client:
         for number in range(rounds + rounds // 4):
-            calls = [_score(client, shape, rng) for _ in range(at_once)]
+            calls = [call(client) for _ in range(at_once)]
             await asyncio.sleep(PAUSE_S)
             before, started = _cpu_seconds(pid), time.perf_counter()
             await asyncio.gather(*calls)
@@ -94,11 +98,36 @@ async def _score_rounds(
     }
 
 
-def _score(client: Client, shape: Shape, rng: np.random.Generator) -> Any:
+def _ids(client: Client, *, shape: Shape, rng: np.random.Generator) -> Any:
     workload = shape.workload(rng)
     mode = inference_pb2.LabelProbabilities(label_token_ids=workload.label_ids)
     context = Context(tokens=token_blob(workload.prefix))
     return client.score_tokens(list(workload.items), mode, contexts=[context])
+
+
+def _texts(client: Client, *, shape: Shape, rng: np.random.Generator) -> Any:
+    items = [_text(rng, shape.item_tokens) for _ in range(shape.items)]
+    mode = inference_pb2.LabelProbabilities(labels=[" yes", " no"])
+    return client.score(items, mode, query=_text(rng, shape.prefix_tokens))
+
+
+def _repeated_text(client: Client, *, shape: Shape, rng: np.random.Generator) -> Any:
+    items = [_text(rng, shape.item_tokens)] * shape.items
+    contexts = [Context(tokens=token_blob(random_tokens(rng, 16))) for _ in items]
+    options = inference_pb2.ScoreRequest(item_context=range(len(items)))
+    mode = inference_pb2.LogLikelihood()
+    return client.score(items, mode, contexts=contexts, options=options)
+
+
+def _text(rng: np.random.Generator, words: int) -> str:
+    return "".join(rng.choice(WORDS, words).tolist())
+
+
+KINDS: Mapping[str, Callable[..., Any]] = {
+    "ids": _ids,
+    "texts": _texts,
+    "one text, a context each": _repeated_text,
+}
 
 
 async def _generate_rounds(address: str, pid: int, streams: Streams, rounds: int) -> dict[str, Any]:

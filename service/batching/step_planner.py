@@ -45,7 +45,7 @@ class StepPlanner:
             self._waiting_is_stuck = False  # who waits is looked at before the next burst
             return
         self._waiting_is_stuck = False
-        short_room = self._short_room()
+        short_room = self._short_room(step)
         started: list[JobProgress] = []
         for job, waits in self._in_order():
             step.reserved = short_room if self._is_long(job) else 0
@@ -77,9 +77,9 @@ class StepPlanner:
     def _is_long(self, job: JobProgress) -> bool:
         return job.cost_tokens > self._limits.short_tokens
 
-    def _short_room(self) -> int:
+    def _short_room(self, step: StepBuilder) -> int:
         """Rows that short jobs of the highest priority could use, up to their part of a step."""
-        limit, needed = self._limits.max_short_rows, 0
+        limit, needed = min(self._limits.max_short_rows, step.max_rows // 4), 0
         running = max((job.priority for job in self._jobs.running), default=None)
         for job in self._jobs.waiting.short():
             if needed >= limit or (running is not None and job.priority < running):

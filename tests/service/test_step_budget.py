@@ -1,7 +1,7 @@
 """Steps after the worker's memory ran out, and rows for which there was none at all."""
 
 import numpy as np
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from tests.service.batcher_rig import Rig, make_rig
 from tests.service.test_batcher_property import SETTINGS, Forest, Setting
 from tests.service.toy_jobs import (
@@ -140,6 +140,21 @@ def starved_rows(plan: worker_pb2.StepPlan, rng: np.random.Generator) -> list[in
     return sorted({row for n in chosen for row in range(starts[n], starts[n + 1])})
 
 
+# A step of one row, all of it kept for short calls that could not start.
+ONE_ROW = Setting(
+    seed=3,
+    budget=8,
+    pages=6,
+    slots=3,
+    steps_in_flight=1,
+    jobs=4,
+    cancels=False,
+    faults=False,
+    burst=1,
+)
+
+
+@example(setting=ONE_ROW)
 @given(setting=SETTINGS)
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 def test_whatever_starves_the_others_are_right_and_no_page_is_lost(setting: Setting) -> None:

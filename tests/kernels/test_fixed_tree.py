@@ -85,12 +85,12 @@ def ways(context: int, rows: int) -> list[Sequence[tuple[int, bool]]]:
     return [[(end, True)], [(end, False)], [(middle, False), (end, False)], one_by_one]
 
 
-@pytest.mark.parametrize(("context", "rows"), [(0, 20), (21, 9), (118, 30)])
+@pytest.mark.parametrize(("context", "rows"), [(0, 9), (58, 9), (118, 12)])
 def test_rows_of_an_item_a_chunk_and_a_decode_step_have_the_same_bits(
     context: int, rows: int
 ) -> None:
     shape = head_shape(4, 2, 16)
-    sequences = Sequences(shape, seed=context, lengths=[context + rows, 70], dtype=torch.float16)
+    sequences = Sequences(shape, seed=context, lengths=[context + rows, 40], dtype=torch.float16)
     found: list[Tensor] = []
     for parts in ways(context, rows):
         for neighbour in (False, True):

@@ -64,10 +64,11 @@ class FixedTree:
         return self._tree.run(plan.tree, q, kv)
 
     def _paged(self, layout: AttentionLayout) -> PagedItems:
-        """Of a layout that may have been asked for its work just now."""
-        if self._last is None or self._last[0] is not layout:
-            self._last = layout, paged_items(layout)
-        return self._last[1]
+        """Of a layout that may have been asked for its work just now, by another thread too."""
+        last = self._last
+        if last is None or last[0] is not layout:
+            last = self._last = layout, paged_items(layout)
+        return last[1]
 
 
 def _with_copy(work: Work, items: PagedItems) -> Work:

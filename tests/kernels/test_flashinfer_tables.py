@@ -35,8 +35,15 @@ from stemserve.kernels.layout import AttentionLayout
 
 SHAPE = head_shape(4, 2, 16)
 PAGE_SIZES = [1, 4, 16]
-EVERY_LAYOUT = [naive_tables, ragged_tables, custom_mask_tables]
 Tables = Callable[[AttentionLayout], BatchTables]
+
+
+def copied_tables(layout: AttentionLayout) -> BatchTables:
+    """As for pages whose numbers have to be widened."""
+    return ragged_tables(layout, copied=True)
+
+
+EVERY_LAYOUT = [naive_tables, ragged_tables, copied_tables, custom_mask_tables]
 
 
 def assert_oracle(tables: Tables, layout: AttentionLayout, seed: int) -> None:
@@ -115,6 +122,9 @@ def test_an_outline_has_the_sizes_of_the_tables(outline: Tables, tables: Tables,
 def test_a_batch_without_items_copies_nothing() -> None:
     layout = make_layout([Node(tokens=40)], [Segment(rows=40), Segment(rows=1)])
     assert ragged_tables(layout).sources is None
+    copied = copied_tables(layout)
+    assert copied.sources is not None and len(copied.sources)
+    assert_oracle(copied_tables, layout, 1)
 
 
 def test_an_item_longer_than_16_bits_is_refused() -> None:

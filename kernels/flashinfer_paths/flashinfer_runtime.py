@@ -23,7 +23,7 @@ class FlashInferRuntime:
     scratch: TokenScratch
     costs: StrategyCosts
     backends: tuple[Backend, ...]  # that may be chosen
-    widens: bool  # pages keep float8: they are copied, and never read as they are
+    widens: bool = False  # pages keep float8: they are copied, and never read as they are
 
 
 def flashinfer_runtime(

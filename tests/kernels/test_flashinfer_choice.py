@@ -1,5 +1,7 @@
 """What FlashInfer's strategies refuse, and the work that they choose: host code, on any machine."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -64,6 +66,16 @@ def test_long_rows_go_to_fa3_and_short_ones_to_fa2() -> None:
     assert engines(FlashInferNaive(runtime()).work(stored)) == ["gather", "fa3_rows"]
     decode = make_layout([Node(tokens=1000)], [Segment()] * 64)
     assert engines(FlashInferPaged(runtime()).work(decode)) == ["fa2_16"]
+
+
+def test_pages_that_are_widened_are_copied_whoever_reads_them() -> None:
+    known = runtime(max_tokens=1000)
+    ragged = FlashInferRagged(replace(known, widens=True))
+    stored = make_layout([Node(tokens=512)], [Segment(rows=512)])
+    assert engines(ragged.work(stored))[0] == "gather"
+    longer = make_layout([Node(tokens=1024)], [Segment(rows=512)])
+    assert "limit is 1000" in str(ragged.refusal(longer))
+    assert FlashInferRagged(known).refusal(longer) is None
 
 
 def test_other_costs_choose_otherwise() -> None:

@@ -46,4 +46,4 @@ async def collect_when_idle(
 
 def _collections() -> int:
     """Of the young, up to now."""
-    return gc.get_stats()[0]["collections"]
+    return int(gc.get_stats()[0]["collections"])

@@ -16,7 +16,7 @@ class Cycle:
 
 
 def full_collections() -> int:
-    return gc.get_stats()[2]["collections"]
+    return int(gc.get_stats()[2]["collections"])
 
 
 @pytest.fixture(autouse=True)

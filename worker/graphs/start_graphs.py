@@ -29,7 +29,7 @@ def run_captures(
             last = now
             log.info("captured %d of %d %s, now %d rows", done, len(buckets), what, rows)
     log.info(
-        "%d %s of up to %d rows took %.1f s and %.0f MiB",
+        "%d %s of up to %d rows took %.1f s and %.0f MiB of buffers",
         done,
         what,
         max(buckets, default=0),
@@ -39,8 +39,5 @@ def run_captures(
 
 
 def _taken(device: torch.device) -> int:
-    """Bytes of the device that are in use."""
-    if device.type != "cuda":
-        return 0
-    free, total = torch.cuda.mem_get_info(device)
-    return total - free
+    """Bytes of buffers. Free memory would tell of the driver's as well, but of other processes too."""
+    return torch.cuda.memory_reserved(device) if device.type == "cuda" else 0

@@ -39,5 +39,5 @@ def run_captures(
 
 
 def _taken(device: torch.device) -> int:
-    """Bytes of buffers. Free memory would tell of the driver's as well, but of other processes too."""
+    """Bytes of buffers; free memory would tell of other processes too."""
     return torch.cuda.memory_reserved(device) if device.type == "cuda" else 0

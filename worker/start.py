@@ -78,11 +78,13 @@ def make_parts(config: WorkerConfig, progress: Progress, check: Callable[[], Non
     shape = _kv_shape(config, model, memory)
     limits = step_limits(config, model, shape)
     engine = make_engine(_make_pool(shape, device), limits)
-    warm_up(engine.runner(), limits)
+    # On a CPU nothing is compiled.
+    warm_up(engine.runner(), limits, {} if device.type == "cpu" else available.strategies)
     before = free_bytes(device)
     runner = engine.runner(_decode_graphs(config, model, available, engine, check))
     if _has_graphs(config, device):
-        capture_pieces(engine.forward, engine.runner(), model, limits, check)
+        exact = config.deterministic
+        capture_pieces(engine.forward, engine.runner(), model, limits, check, exact=exact)
     if memory is not None:
         memory.report(kv=shape.total_bytes, graphs=before - free_bytes(device))
     return Parts(runner=runner, facts=_facts(config, model, shape, costs))
@@ -121,7 +123,14 @@ def _decode_graphs(
     # Here, so that a host without a GPU does without Triton.
     from stemserve.worker.graphs.worker_decoder import capture_decoder
 
-    return capture_decoder(model, engine, available.strategies, forced=config.kernel, check=check)
+    return capture_decoder(
+        model,
+        engine,
+        available.strategies,
+        forced=config.kernel,
+        check=check,
+        exact=config.deterministic,
+    )
 
 
 def _has_graphs(config: WorkerConfig, device: torch.device) -> bool:

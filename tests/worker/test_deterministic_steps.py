@@ -223,12 +223,12 @@ class Generation:
         )
 
     def run(self, runner: ModelRunner, steps: int, burst: int) -> list[tuple[int, float]]:
-        found = self._take(runner, self._plan(0, 1))
+        found = self._take(runner, self.plan(0, 1))
         while len(found) < steps:
-            found += self._take(runner, self._plan(len(found), min(burst, steps - len(found))))
+            found += self._take(runner, self.plan(len(found), min(burst, steps - len(found))))
         return found
 
-    def _plan(self, drawn: int, count: int) -> worker_pb2.StepPlan:
+    def plan(self, drawn: int, count: int) -> worker_pb2.StepPlan:
         plan, slots = builder(), np.full((count, len(self.prompts)), -1, np.int32)
         for i, (prompt, sampler) in enumerate(zip(self.prompts, self.samplers, strict=True)):
             length, first = len(prompt) + drawn, 10 + 12 * i if i != self.own else 700
@@ -271,3 +271,15 @@ def test_generations_do_not_depend_on_neighbours_or_on_bursts(
     for others, burst in ((0, 8), (5, 1), (40, 8), (51, 4)):
         found = Generation.among(prompt, sampler, others).run(runner, steps, burst)
         assert found == expected, (others, burst)
+
+
+def test_decode_steps_of_a_gpu_run_by_graphs(runner: ModelRunner, rng: np.random.Generator) -> None:
+    """At the start they were found to give the bits of a launch by launch."""
+    if not runner.uses_gpu:
+        pytest.skip("a CPU has no graphs")
+    sampler = worker_pb2.Sampler(slot=99, temperature=0.0, top_p=1.0)
+    generation = Generation.among(tokens(rng, 20), sampler, 5)
+    generation.run(runner, 1, 1)
+    for count in (1, 4):
+        result = runner.step(generation.plan(1, count))
+        assert [group.reason for group in result.groups] == ["graph"]

@@ -5,10 +5,12 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 from tests.worker.tiny_model import make_runner, save_tiny_model, step_limits
 
 from stemserve.proto.v1 import worker_pb2
+from stemserve.worker.blobs import decode_float32
 from stemserve.worker.graphs.capture import Capture
 from stemserve.worker.graphs.piece_check import check_steps, difference
 from stemserve.worker.graphs.score_pieces import capture_pieces
@@ -49,15 +51,32 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def start(folder: Path, before: Step, after: Step | None) -> Pieces:
+def start(folder: Path, before: Step, after: Step | None, *, exact: bool = False) -> Pieces:
     pieces = Pieces(before, after)
-    capture_pieces(pieces, pieces, load_model(folder), step_limits(4), check=lambda: None)
+    model, limits = load_model(folder), step_limits(4)
+    capture_pieces(pieces, pieces, model, limits, check=lambda: None, exact=exact)
     return pieces
 
 
 def test_pieces_that_give_the_same_are_taken(folder: Path) -> None:
     eager, captured = make_runner(folder), make_runner(folder, buckets=[64, 256])
     assert not start(folder, eager.runner.step, captured.runner.step).is_dropped
+
+
+@pytest.mark.parametrize("exact", [True, False])
+def test_a_deterministic_worker_takes_pieces_of_the_same_bits_only(
+    folder: Path, exact: bool
+) -> None:
+    eager = make_runner(folder).runner
+
+    def nearly(plan: worker_pb2.StepPlan) -> worker_pb2.StepResult:
+        result = eager.step(plan)
+        found = decode_float32("", result.gather_logprobs) * np.float32(1 + 2**-23)
+        result.gather_logprobs = found.astype(np.float32).tobytes()
+        return result
+
+    assert not start(folder, eager.step, eager.step, exact=exact).is_dropped
+    assert start(folder, eager.step, nearly, exact=exact).is_dropped == exact
 
 
 def test_pieces_that_cannot_be_captured_are_dropped(

@@ -23,6 +23,7 @@ def failures(
     plain: Steps,
     rows: Sequence[int],  # numbers of rows
     limits: StepLimits,
+    most_difference: float = MOST_DIFFERENCE,
 ) -> Mapping[int, str]:
     """What is wrong, by number of rows. Writes into page 0, which nobody has yet."""
     for runner in (captured, plain):
@@ -33,8 +34,8 @@ def failures(
         for temperature in (0.0, 1.0):
             result = captured.step(_same_rows(count, temperature, limits))
             apart = np.abs(_logprobs(result) - expected)
-            if not apart.max() <= MOST_DIFFERENCE:  # or no number
-                wrong[count] = f"log-probabilities differ by {apart.max():.3f}"
+            if not apart.max() <= most_difference:  # or no number
+                wrong[count] = f"log-probabilities differ by {apart.max():.2g}"
             elif [group.reason for group in result.groups] != ["graph"]:
                 wrong[count] = "no graph took the step"
     return wrong

@@ -50,6 +50,8 @@ def capture_pieces(
     model: Transformer,
     limits: StepLimits,
     check: Callable[[], None],  # may raise to end the start
+    *,
+    exact: bool = False,  # what is captured must give the bits of what is launched
 ) -> None:
     """Where the pieces cannot be captured, or give something else, steps do without."""
     buckets = piece_buckets(limits.max_step_tokens)
@@ -66,9 +68,9 @@ def capture_pieces(
         problem = str(error)
     else:
         apart = max(map(difference, found, expected), default=0.0)
-        if apart <= MOST_DIFFERENCE:
+        if apart <= (0.0 if exact else MOST_DIFFERENCE):
             return
-        problem = f"log-probabilities differ by {apart:.3f}"
+        problem = f"log-probabilities differ by {apart:.2g}"
     forward.drop_pieces()
     log.error("small steps are launched one by one, without captured pieces: %s", problem)
 

@@ -9,7 +9,7 @@ from stemserve.kernels.strategy import Kernel, Phase
 from stemserve.worker.dispatch import Strategies
 from stemserve.worker.graphs.buckets import row_buckets
 from stemserve.worker.graphs.capture import make_capture
-from stemserve.worker.graphs.decode_check import failures
+from stemserve.worker.graphs.decode_check import MOST_DIFFERENCE, failures
 from stemserve.worker.graphs.decode_memory import DecodeMemory
 from stemserve.worker.graphs.graph_decoder import GraphDecoder
 from stemserve.worker.graphs.start_graphs import run_captures
@@ -48,6 +48,7 @@ def capture_decoder(
     *,
     forced: Kernel | None,
     check: Callable[[], None],  # may raise to end the start
+    exact: bool = False,  # what is captured must give the bits of what is launched
 ) -> GraphDecoder | None:
     """None where the model, or the forced kernel, leaves nothing to capture."""
     codec = strategies.get((Phase.DECODE, Kernel.CODEC))
@@ -63,12 +64,13 @@ def capture_decoder(
     captures = memory.capture(make_capture(model.device))
     run_captures("decode graphs", rows, captures, check, model.device)
     decoder = GraphDecoder(memory, pool, codec, sampler, engine.scorer, forced=forced)
-    _check(decoder, engine)
+    _check(decoder, engine, 0.0 if exact else MOST_DIFFERENCE)
     return decoder
 
 
-def _check(decoder: GraphDecoder, engine: Engine) -> None:
-    wrong = failures(engine.runner(decoder), engine.runner(), decoder.buckets, engine.limits)
+def _check(decoder: GraphDecoder, engine: Engine, most_difference: float) -> None:
+    captured, plain = engine.runner(decoder), engine.runner()
+    wrong = failures(captured, plain, decoder.buckets, engine.limits, most_difference)
     for rows, problem in wrong.items():
         decoder.drop(rows)
         log.error("decode steps of %d rows have no graph: %s", rows, problem)

@@ -54,7 +54,7 @@ class GpuMemory:
         return KvRoom(default=left, most=left, advice=f"{advice} ({self})")
 
     def report(self, *, kv: int, graphs: int) -> None:
-        """`graphs`: what they have taken."""
+        """`graphs`: what their tensors have taken."""
         log.info(
             "memory: %s; KV cache %.2f GiB; graphs took %.2f GiB", self, kv / GIB, graphs / GIB
         )
@@ -119,6 +119,11 @@ def give_back(*, uses_gpu: bool) -> None:
     libc = ctypes.CDLL(None)
     if hasattr(libc, "malloc_trim"):  # glibc's own
         libc.malloc_trim(0)
+
+
+def held_bytes(device: torch.device) -> int:
+    """Of a GPU, by torch's allocator: other processes do not count."""
+    return torch.cuda.memory_reserved(device) if device.type == "cuda" else 0
 
 
 def free_bytes(device: torch.device) -> int:

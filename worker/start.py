@@ -25,7 +25,7 @@ from stemserve.worker.memory import (
     MIB,
     GpuMemory,
     cpu_kv_room,
-    free_bytes,
+    held_bytes,
     is_shortage,
     kv_pages,
 )
@@ -80,13 +80,13 @@ def make_parts(config: WorkerConfig, progress: Progress, check: Callable[[], Non
     engine = make_engine(_make_pool(shape, device), limits)
     # On a CPU nothing is compiled.
     warm_up(engine.runner(), limits, {} if device.type == "cpu" else available.strategies)
-    before = free_bytes(device)
+    before = held_bytes(device)
     runner = engine.runner(_decode_graphs(config, model, available, engine, check))
     if _has_graphs(config, device):
         exact = config.deterministic
         capture_pieces(engine.forward, engine.runner(), model, limits, check, exact=exact)
     if memory is not None:
-        memory.report(kv=shape.total_bytes, graphs=before - free_bytes(device))
+        memory.report(kv=shape.total_bytes, graphs=held_bytes(device) - before)
     return Parts(runner=runner, facts=_facts(config, model, shape, costs))
 
 

@@ -9,7 +9,7 @@ STAMP := $(VENV)/.installed
 PROTO_VENV := .venv-proto
 PROTOS := $(sort $(wildcard proto/v1/*.proto))
 
-.PHONY: install model demo test bench-cpu bench-frontend bench-ranking bench-yes-no bench-kernels bench-engine load faults fuzz check proto proto-check wheel clean
+.PHONY: install model demo test bench-cpu bench-frontend bench-ranking bench-yes-no bench-kernels bench-engine load faults fuzz soak check proto proto-check wheel clean
 
 install: $(STAMP)
 
@@ -60,6 +60,9 @@ faults: $(STAMP) $(MODEL)
 
 fuzz: $(STAMP) $(MODEL)
 	PYTHONPATH=benchmarks $(BIN)/python benchmarks/fuzz_server.py --model $(MODEL) $(ARGS)
+
+soak: $(STAMP)
+	PYTHONPATH=benchmarks $(BIN)/python benchmarks/soak.py $(ARGS)
 
 # On a GPU. Where $(PYTHON) has what it needs and sees a GPU, it is used as it is.
 GPU_READY := import google.rpc, sys, torch, triton; sys.exit(not torch.cuda.is_available())

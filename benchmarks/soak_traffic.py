@@ -39,7 +39,8 @@ class Traffic:
         ends = rng.integers(*PREFIX_TOKENS, PREFIXES)
         # Half of them begin alike.
         alike = [whole[:end] for end in ends[: PREFIXES // 2]]
-        others = [rng.integers(0, vocab, end, dtype=np.int32) for end in ends[PREFIXES // 2 :]]
+        lengths: list[int] = ends[PREFIXES // 2 :].tolist()
+        others: list[Int32] = [rng.integers(0, vocab, end, dtype=np.int32) for end in lengths]
         return cls(prefixes=[*alike, *others], vocab=vocab, numpy_rng=rng)
 
     async def score_labels(self, client: Client, rng: random.Random) -> None:

@@ -1,0 +1,49 @@
+{{- /* What the schema cannot say, because it compares two values. */ -}}
+{{- define "stemserve.checks" -}}
+{{- $v := .Values -}}
+{{- $needed := add $v.drain.seconds $v.drain.delaySeconds 5 | int -}}
+{{- if lt ($v.terminationGracePeriodSeconds | int) $needed -}}
+{{- fail (printf "terminationGracePeriodSeconds must be at least %d: drain.seconds, drain.delaySeconds and 5 to stop" $needed) -}}
+{{- end -}}
+{{- if and (eq $v.auth.mode "none") (not $v.auth.allowInsecure) -}}
+{{- fail "auth.mode none lets everybody call whom the network lets through: choose keys, jwt or mtls, or set auth.allowInsecure" -}}
+{{- end -}}
+{{- if and (eq $v.auth.mode "none") $v.tenants -}}
+{{- fail "tenants need auth.mode keys, jwt or mtls" -}}
+{{- end -}}
+{{- if and (ne $v.auth.mode "none") (not $v.tenants) -}}
+{{- fail (printf "auth.mode %s needs tenants" $v.auth.mode) -}}
+{{- end -}}
+{{- if and (ne $v.auth.mode "none") (not $v.tls.secretName) (ne $v.auth.mode "mtls") (not $v.auth.allowInsecure) -}}
+{{- fail "keys and tokens would travel in the clear: set tls.secretName, or auth.allowInsecure where the network encrypts" -}}
+{{- end -}}
+{{- if eq $v.auth.mode "mtls" -}}
+{{- if or (not $v.tls.secretName) (not $v.tls.demandClientCertificate) -}}
+{{- fail "auth.mode mtls needs tls.secretName and tls.demandClientCertificate" -}}
+{{- end -}}
+{{- if eq $v.router.mode "envoy" -}}
+{{- fail "auth.mode mtls needs router.mode none: Envoy ends TLS, so the servers would see its certificate and not the callers'" -}}
+{{- end -}}
+{{- end -}}
+{{- if and $v.tls.demandClientCertificate (not $v.tls.secretName) -}}
+{{- fail "tls.demandClientCertificate needs tls.secretName" -}}
+{{- end -}}
+{{- if and (eq $v.auth.mode "jwt") (not (and $v.auth.jwt.jwksSecret.name $v.auth.jwt.issuer $v.auth.jwt.audience)) -}}
+{{- fail "auth.mode jwt needs auth.jwt.jwksSecret.name, issuer and audience" -}}
+{{- end -}}
+{{- if and (eq $v.model.source "pvc") (not $v.model.existingClaim) -}}
+{{- fail "model.source pvc needs model.existingClaim" -}}
+{{- end -}}
+{{- if and (eq $v.model.source "hostPath") (not $v.model.hostPath) -}}
+{{- fail "model.source hostPath needs model.hostPath" -}}
+{{- end -}}
+{{- if and (eq $v.model.source "download") (not $v.model.download.files) -}}
+{{- fail "model.source download needs model.download.files" -}}
+{{- end -}}
+{{- if gt ($v.autoscaling.min | int) ($v.autoscaling.max | int) -}}
+{{- fail "autoscaling.min is more than autoscaling.max" -}}
+{{- end -}}
+{{- if and (eq $v.autoscaling.kind "keda") (not $v.autoscaling.prometheusAddress) -}}
+{{- fail "autoscaling.kind keda needs autoscaling.prometheusAddress" -}}
+{{- end -}}
+{{- end -}}

@@ -1,0 +1,151 @@
+{{- /* The pod of one server, for a Deployment and a StatefulSet. */ -}}
+{{- define "stemserve.pod" -}}
+{{- $v := .Values -}}
+metadata:
+  labels:
+    {{- include "stemserve.serverLabels" . | nindent 4 }}
+    {{- with $v.podLabels }}{{ toYaml . | nindent 4 }}{{ end }}
+  annotations:
+    stemserve/config-hash: {{ include "stemserve.toml" . | sha256sum }}
+    {{- with $v.podAnnotations }}{{ toYaml . | nindent 4 }}{{ end }}
+spec:
+  serviceAccountName: {{ include "stemserve.serviceAccount" . }}
+  automountServiceAccountToken: false
+  enableServiceLinks: false
+  terminationGracePeriodSeconds: {{ $v.terminationGracePeriodSeconds | int }}
+  securityContext: {{- include "stemserve.podSecurity" . | nindent 4 }}
+  {{- with $v.image.pullSecrets }}
+  imagePullSecrets: {{- range . }}
+    - name: {{ . }}
+    {{- end }}
+  {{- end }}
+  {{- with $v.priorityClassName }}
+  priorityClassName: {{ . }}
+  {{- end }}
+  {{- with $v.runtimeClassName }}
+  runtimeClassName: {{ . }}
+  {{- end }}
+  {{- with $v.nodeSelector }}
+  nodeSelector: {{- toYaml . | nindent 4 }}
+  {{- end }}
+  {{- with $v.tolerations }}
+  tolerations: {{- toYaml . | nindent 4 }}
+  {{- end }}
+  {{- with $v.affinity }}
+  affinity: {{- toYaml . | nindent 4 }}
+  {{- end }}
+  {{- if $v.topologySpread }}
+  topologySpreadConstraints:
+    {{- range list "topology.kubernetes.io/zone" "kubernetes.io/hostname" }}
+    - topologyKey: {{ . }}
+      maxSkew: 1
+      whenUnsatisfiable: ScheduleAnyway
+      labelSelector:
+        matchLabels: {{- include "stemserve.serverLabels" $ | nindent 10 }}
+    {{- end }}
+  {{- end }}
+  {{- if eq $v.model.source "download" }}
+  initContainers:
+    - name: fetch-model
+      image: {{ include "stemserve.image" (list $v.image .Chart.AppVersion) }}
+      imagePullPolicy: {{ $v.image.pullPolicy }}
+      command: [python, /etc/stemserve/fetch_model.py, /etc/stemserve/files.json, /models]
+      {{- if $v.model.download.tokenSecret.name }}
+      env:
+        - name: MODEL_TOKEN
+          valueFrom: {secretKeyRef: {{ toJson $v.model.download.tokenSecret }}}
+      {{- end }}
+      securityContext: {{- include "stemserve.containerSecurity" . | nindent 8 }}
+      resources:
+        requests: {cpu: 500m, memory: 256Mi}
+        limits: {memory: 256Mi}
+      volumeMounts:
+        - {name: config, mountPath: /etc/stemserve, readOnly: true}
+        - {name: models, mountPath: /models}
+  {{- end }}
+  containers:
+    - name: stemserve
+      image: {{ include "stemserve.image" (list $v.image .Chart.AppVersion) }}
+      imagePullPolicy: {{ $v.image.pullPolicy }}
+      args: [serve, --config, /etc/stemserve/stemserve.toml]
+      env:
+        - {name: HOME, value: /home/stemserve}
+        - {name: TRITON_CACHE_DIR, value: /home/stemserve/.cache/triton}
+        {{- with $v.env }}{{ toYaml . | nindent 8 }}{{ end }}
+      ports:
+        - {name: grpc, containerPort: 50051}
+        - {name: health, containerPort: 50052}
+        - {name: metrics, containerPort: 9400}
+      startupProbe:
+        grpc: {port: 50052}
+        periodSeconds: 5
+        timeoutSeconds: 2
+        failureThreshold: {{ divf $v.probes.startupSeconds 5 | ceil | int }}
+      livenessProbe:
+        grpc: {port: 50052, service: liveness}
+        periodSeconds: 10
+        timeoutSeconds: 5
+        failureThreshold: {{ divf $v.probes.livenessFailureSeconds 10 | ceil | int }}
+      readinessProbe:
+        grpc: {port: 50052, service: stemserve.v1.Inference}
+        periodSeconds: {{ $v.probes.readinessPeriodSeconds | int }}
+        timeoutSeconds: 2
+        failureThreshold: 1
+      securityContext: {{- include "stemserve.containerSecurity" . | nindent 8 }}
+      resources: {{- include "stemserve.resources" . | nindent 8 }}
+      volumeMounts: {{- include "stemserve.mounts" . | nindent 8 }}
+  volumes: {{- include "stemserve.volumes" . | nindent 4 }}
+{{- end -}}
+
+{{- define "stemserve.resources" -}}
+{{- $resources := deepCopy .Values.resources -}}
+{{- if gt (.Values.gpu.count | int) 0 -}}
+{{- $gpu := dict .Values.gpu.resource (.Values.gpu.count | int) -}}
+{{- $_ := set $resources "limits" (merge $gpu (default dict $resources.limits)) -}}
+{{- end -}}
+{{- toYaml $resources -}}
+{{- end -}}
+
+{{- define "stemserve.mounts" -}}
+- {name: config, mountPath: /etc/stemserve, readOnly: true}
+- {name: cache, mountPath: /home/stemserve/.cache}
+- {name: temporary, mountPath: /tmp}
+{{- if ne .Values.model.source "default" }}
+- {name: models, mountPath: /models, readOnly: true}
+{{- end }}
+{{- if .Values.tls.secretName }}
+- {name: tls, mountPath: /etc/stemserve-tls, readOnly: true}
+{{- end }}
+{{- if eq .Values.auth.mode "jwt" }}
+- {name: jwks, mountPath: /etc/stemserve-jwks, readOnly: true}
+{{- end }}
+{{- end -}}
+
+{{- define "stemserve.volumes" -}}
+{{- $v := .Values -}}
+- name: config
+  configMap: {name: {{ include "stemserve.fullname" . }}}
+- name: cache
+  emptyDir: {sizeLimit: {{ $v.cacheSizeLimit }}}
+- name: temporary
+  emptyDir: {sizeLimit: {{ $v.temporarySizeLimit }}}
+{{- if eq $v.model.source "hostPath" }}
+- name: models
+  hostPath: {path: {{ $v.model.hostPath }}, type: Directory}
+{{- else if ne $v.model.source "default" }}
+- name: models
+  {{- if $v.model.existingClaim }}
+  persistentVolumeClaim: {claimName: {{ $v.model.existingClaim }}}
+  {{- else }}
+  emptyDir: {sizeLimit: {{ $v.model.download.sizeLimit }}}
+  {{- end }}
+{{- end }}
+{{- if $v.tls.secretName }}
+- name: tls
+  secret: {secretName: {{ $v.tls.secretName }}, defaultMode: 0440}
+{{- end }}
+{{- if eq $v.auth.mode "jwt" }}
+- name: jwks
+  secret: {secretName: {{ $v.auth.jwt.jwksSecret.name }}, defaultMode: 0440}
+{{- end }}
+{{- end -}}

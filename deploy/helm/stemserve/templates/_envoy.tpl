@@ -28,7 +28,13 @@ static_resources:
                             cluster: servers
                             timeout: 0s
                             hash_policy: [{header: {header_name: x-prefix-id}}]
-                            retry_policy: {retry_on: "connect-failure,refused-stream,unavailable", num_retries: 1}
+                            retry_policy:
+                              retry_on: connect-failure,refused-stream,unavailable
+                              num_retries: 1
+                              host_selection_retry_max_attempts: 5
+                              retry_host_predicate:
+                                - name: envoy.retry_host_predicates.previous_hosts
+                                  typed_config: {"@type": type.googleapis.com/envoy.extensions.retry.host.previous_hosts.v3.PreviousHostsPredicate}
                 http_filters:
                   - name: envoy.filters.http.router
                     typed_config: {"@type": type.googleapis.com/envoy.extensions.filters.http.router.v3.Router}

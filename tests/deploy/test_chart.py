@@ -89,8 +89,8 @@ def test_selectors_find_the_pods_they_mean(row: str) -> None:
         selector: Object = spec.get("podSelector") or spec.get("selector") or {}
         if found["kind"] not in ("Service", "PodDisruptionBudget", "NetworkPolicy", "PodMonitor"):
             continue
-        match: dict[str, str] = selector.get("matchLabels", selector)
-        chosen = [w for w in workloads if match.items() <= template_labels(w).items()]
+        wanted: dict[str, str] = selector.get("matchLabels", selector)
+        chosen = [w for w in workloads if wanted.items() <= template_labels(w).items()]
         assert len(chosen) == 1, found["metadata"]["name"]
         names = {
             port["name"] for port in chosen[0]["spec"]["template"]["spec"]["containers"][0]["ports"]

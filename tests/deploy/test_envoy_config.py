@@ -13,7 +13,15 @@ ENVOY = Path(sys.executable).with_name("envoy")
 
 
 def validate(config: Path) -> None:
-    command = [ENVOY, "--mode", "validate", "--log-level", "error", "--config-path", config]
+    command: list[str | Path] = [
+        ENVOY,
+        "--mode",
+        "validate",
+        "--log-level",
+        "error",
+        "--config-path",
+        config,
+    ]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
 

@@ -77,6 +77,14 @@ class SamplerSpec:
     banned_ids: Int32
     min_new_tokens: int
     top_logprobs: int
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+
+    @property
+    def counts_tokens(self) -> bool:
+        """What it draws depends on what it drew."""
+        return (self.repetition_penalty, self.presence_penalty, self.frequency_penalty) != (1, 0, 0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,4 +1,4 @@
-"""What some samples change about their logits: biases, and tokens that must not come."""
+"""What some samples change about their logits: biases, penalties, tokens that must not come."""
 
 from collections.abc import Sequence
 
@@ -9,13 +9,15 @@ from torch import Tensor
 
 from stemserve.kernels.host_array import device_tensor
 from stemserve.kernels.layout import Int32
+from stemserve.worker.penalties import Penalties
 from stemserve.worker.sampler_params import SamplerParams
 
 
 class LogitEdits:
     """Of all slots. Samples without any cost no work of their own."""
 
-    def __init__(self, slots: int) -> None:
+    def __init__(self, slots: int, device: torch.device) -> None:
+        self.penalties = Penalties(slots, device)
         self._params: dict[int, SamplerParams] = {}  # of slots with edits
         self._always = np.zeros(slots, np.bool_)
         self._until = np.zeros(slots, np.int32)  # the index from which on no more is banned
@@ -28,9 +30,10 @@ class LogitEdits:
         self._until[slot] = params.min_new_tokens if banned else 0
         if self._always[slot] or self._until[slot]:
             self._params[slot] = params
+        self.penalties.admit(params)
 
     def any(self, slots: Int32, index: Int32) -> NDArray[np.bool_]:  # [samples]
-        return self._always[slots] | (index < self._until[slots])
+        return self._edits(slots, index) | self.penalties.any(slots)
 
     def applied(
         self,
@@ -38,17 +41,18 @@ class LogitEdits:
         slots: Int32,  # [samples]
         index: Int32,  # [samples]
     ) -> Tensor:
-        """With the biases added and then the banned banned; the same tensor where nobody edits."""
-        rows = np.flatnonzero(self.any(slots, index)).tolist()
-        if not rows:
+        """With biases, then penalties, then bans; the same tensor where nobody edits."""
+        if not self.any(slots, index).any():
             return logits
         logits = logits.clone()
+        rows = np.flatnonzero(self._edits(slots, index)).tolist()
         edits = [(row, self._params[int(slots[row])]) for row in rows]
         biased = [(row, params.bias_ids) for row, params in edits if len(params.bias_ids)]
         if biased:
             values = np.concatenate([params.bias_values for _, params in edits])
             bias = device_tensor(values, logits.device)
             logits.index_put_(_cells(biased, logits.device), bias, accumulate=True)
+        self.penalties.apply(logits, slots, index)
         banned = [(row, params.banned_ids) for row, params in edits] + [
             (row, params.min_tokens_banned_ids)
             for row, params in edits
@@ -58,6 +62,9 @@ class LogitEdits:
             minus_infinity = torch.full((), -torch.inf, device=logits.device)
             logits.index_put_(_cells(banned, logits.device), minus_infinity)
         return logits
+
+    def _edits(self, slots: Int32, index: Int32) -> NDArray[np.bool_]:  # [samples]
+        return self._always[slots] | (index < self._until[slots])
 
 
 def _cells(ids: Sequence[tuple[int, Int32]], device: torch.device) -> tuple[Tensor, Tensor]:

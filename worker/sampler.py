@@ -54,7 +54,7 @@ class Sampler:
     def __init__(self, slots: int, device: torch.device) -> None:
         self.tables = SlotTables(slots, device)
         self._params = np.zeros(slots, SLOT)
-        self._edits = LogitEdits(slots)
+        self._edits = LogitEdits(slots, device)
         self._top_logprobs = np.zeros(slots, np.int32)
         self._is_known = np.zeros(slots, np.bool_)
         self._has_token = np.zeros(slots, np.bool_)
@@ -65,6 +65,7 @@ class Sampler:
         unknown = step.samples.slots[~self._is_known[step.samples.slots]]
         if len(unknown):
             self._refuse_unknown(np.setdiff1d(unknown, [params.slot for params in step.samplers]))
+        self._check_counts(step)
         read = -1 - step.token_ids[step.token_ids < 0]
         if not self._has_token[read].all():
             slot = int(read[~self._has_token[read]][0])
@@ -153,6 +154,7 @@ class Sampler:
             drawn.failed.index_copy(0, rows, drawn.failed[rows] | ~logprobs.isfinite()),
             slots,
         )
+        self._edits.penalties.drew(slots, index, drawn.tokens)
         nothing = raw.new_zeros((len(slots), most))
         return replace(
             taken,
@@ -169,6 +171,17 @@ class Sampler:
 
         where = device_tensor(np.stack((slots, index)).astype(np.int64), self._device)
         return draw_tokens(logits, self.tables, where[0], where[1])
+
+    def _check_counts(self, step: Step) -> None:
+        unknown = self._edits.penalties.unknown(step.samples.slots, step.samples.index)
+        if not unknown.any():
+            return
+        new = [params.slot for params in step.samplers]
+        wrong = np.setdiff1d(step.samples.slots[unknown], new)
+        if len(wrong):
+            raise BadPlan(
+                f"sample_index: slot {wrong[0]} has drawn fewer tokens than its penalties count"
+            )
 
     def _refuse_unknown(self, slots: NDArray[np.integer]) -> None:
         if len(slots):

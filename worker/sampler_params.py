@@ -28,6 +28,15 @@ class SamplerParams:
     min_tokens_banned_ids: Int32  # banned while sample_index < min_new_tokens
     min_new_tokens: int
     top_logprobs: int
+    repetition_penalty: float  # 1: off
+    presence_penalty: float  # 0: off
+    frequency_penalty: float  # 0: off
+    prompt_ids: Int32  # that repetition_penalty counts beside what is drawn
+    generated_ids: Int32  # drawn before the slot was given, in order
+
+    @property
+    def has_penalties(self) -> bool:
+        return (self.repetition_penalty, self.presence_penalty, self.frequency_penalty) != (1, 0, 0)
 
 
 def decode_sampler(message: worker_pb2.Sampler, *, slots: int, vocab_size: int) -> SamplerParams:
@@ -49,6 +58,7 @@ def decode_sampler(message: worker_pb2.Sampler, *, slots: int, vocab_size: int) 
         raise BadPlan(f"{where}: min_p {message.min_p} is not in [0, 1]")
     if message.top_logprobs > vocab_size:
         raise BadPlan(f"{where}: top_logprobs {message.top_logprobs} is above {vocab_size}")
+    _check_penalties(where, message)
     return SamplerParams(
         slot=message.slot,
         temperature=message.temperature,
@@ -66,7 +76,22 @@ def decode_sampler(message: worker_pb2.Sampler, *, slots: int, vocab_size: int) 
         ),
         min_new_tokens=message.min_new_tokens,
         top_logprobs=message.top_logprobs,
+        repetition_penalty=message.repetition_penalty or 1.0,
+        presence_penalty=message.presence_penalty,
+        frequency_penalty=message.frequency_penalty,
+        prompt_ids=_token_ids(f"{where}: prompt_ids", message.prompt_ids, vocab_size),
+        generated_ids=_token_ids(f"{where}: generated_ids", message.generated_ids, vocab_size),
     )
+
+
+def _check_penalties(where: str, message: worker_pb2.Sampler) -> None:
+    repetition = message.repetition_penalty
+    if not (math.isfinite(repetition) and repetition >= 0):
+        raise BadPlan(f"{where}: repetition_penalty {repetition} is not a number > 0")
+    for name in ("presence_penalty", "frequency_penalty"):
+        penalty: float = getattr(message, name)
+        if not math.isfinite(penalty):
+            raise BadPlan(f"{where}: {name} {penalty} is not finite")
 
 
 def _token_ids(name: str, blob: bytes, vocab_size: int) -> Int32:

@@ -544,6 +544,9 @@ class SamplingParams(google.protobuf.message.Message):
     SEED_FIELD_NUMBER: builtins.int
     LOGIT_BIAS_FIELD_NUMBER: builtins.int
     BANNED_TOKEN_IDS_FIELD_NUMBER: builtins.int
+    REPETITION_PENALTY_FIELD_NUMBER: builtins.int
+    PRESENCE_PENALTY_FIELD_NUMBER: builtins.int
+    FREQUENCY_PENALTY_FIELD_NUMBER: builtins.int
     temperature: builtins.float
     """absent: 1; at most 1e-5: argmax"""
     top_k: builtins.int
@@ -554,6 +557,12 @@ class SamplingParams(google.protobuf.message.Message):
     """0: off"""
     seed: builtins.int
     """absent: random; 0 is a seed"""
+    repetition_penalty: builtins.float
+    """A logit above 0 is divided by it, another one multiplied, for tokens of the prompt and generated ones; absent: 1."""
+    presence_penalty: builtins.float
+    """taken off the logits of tokens that were generated"""
+    frequency_penalty: builtins.float
+    """the same, once for each time"""
     @property
     def logit_bias(self) -> google.protobuf.internal.containers.ScalarMap[builtins.int, builtins.float]:
         """token id -> value added to its logit"""
@@ -570,9 +579,14 @@ class SamplingParams(google.protobuf.message.Message):
         seed: builtins.int | None = ...,
         logit_bias: collections.abc.Mapping[builtins.int, builtins.float] | None = ...,
         banned_token_ids: collections.abc.Iterable[builtins.int] | None = ...,
+        repetition_penalty: builtins.float | None = ...,
+        presence_penalty: builtins.float = ...,
+        frequency_penalty: builtins.float = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["_seed", b"_seed", "_temperature", b"_temperature", "_top_p", b"_top_p", "seed", b"seed", "temperature", b"temperature", "top_p", b"top_p"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_seed", b"_seed", "_temperature", b"_temperature", "_top_p", b"_top_p", "banned_token_ids", b"banned_token_ids", "logit_bias", b"logit_bias", "min_p", b"min_p", "seed", b"seed", "temperature", b"temperature", "top_k", b"top_k", "top_p", b"top_p"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["_repetition_penalty", b"_repetition_penalty", "_seed", b"_seed", "_temperature", b"_temperature", "_top_p", b"_top_p", "repetition_penalty", b"repetition_penalty", "seed", b"seed", "temperature", b"temperature", "top_p", b"top_p"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_repetition_penalty", b"_repetition_penalty", "_seed", b"_seed", "_temperature", b"_temperature", "_top_p", b"_top_p", "banned_token_ids", b"banned_token_ids", "frequency_penalty", b"frequency_penalty", "logit_bias", b"logit_bias", "min_p", b"min_p", "presence_penalty", b"presence_penalty", "repetition_penalty", b"repetition_penalty", "seed", b"seed", "temperature", b"temperature", "top_k", b"top_k", "top_p", b"top_p"]) -> None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_repetition_penalty", b"_repetition_penalty"]) -> typing.Literal["repetition_penalty"] | None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_seed", b"_seed"]) -> typing.Literal["seed"] | None: ...
     @typing.overload
@@ -718,7 +732,7 @@ class GenerateResponse(google.protobuf.message.Message):
     def finish_reason(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[Global___FinishReason.ValueType]: ...
     @property
     def logprobs(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.float]:
-        """parallel to token_ids, raw (before temperature and truncation)"""
+        """parallel to token_ids, raw (before bias, penalties, temperature and truncation)"""
 
     @property
     def top_logprobs(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___TopLogprobs]:

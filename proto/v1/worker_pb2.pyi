@@ -272,6 +272,11 @@ class Sampler(google.protobuf.message.Message):
     MIN_TOKENS_BANNED_IDS_FIELD_NUMBER: builtins.int
     MIN_NEW_TOKENS_FIELD_NUMBER: builtins.int
     TOP_LOGPROBS_FIELD_NUMBER: builtins.int
+    REPETITION_PENALTY_FIELD_NUMBER: builtins.int
+    PRESENCE_PENALTY_FIELD_NUMBER: builtins.int
+    FREQUENCY_PENALTY_FIELD_NUMBER: builtins.int
+    PROMPT_IDS_FIELD_NUMBER: builtins.int
+    GENERATED_IDS_FIELD_NUMBER: builtins.int
     slot: builtins.int
     temperature: builtins.float
     top_k: builtins.int
@@ -287,6 +292,16 @@ class Sampler(google.protobuf.message.Message):
     """banned while sample_index < min_new_tokens"""
     min_new_tokens: builtins.int
     top_logprobs: builtins.int
+    repetition_penalty: builtins.float
+    """Penalties, after the biases. What the slot draws is counted by the worker.
+    of prompt_ids and of drawn tokens; 0 is 1
+    """
+    presence_penalty: builtins.float
+    frequency_penalty: builtins.float
+    prompt_ids: builtins.bytes
+    """tokens of the prompt, each once; only where they are penalised"""
+    generated_ids: builtins.bytes
+    """tokens that the sample drew before it got this slot, in order; only with penalties"""
     def __init__(
         self,
         *,
@@ -302,8 +317,13 @@ class Sampler(google.protobuf.message.Message):
         min_tokens_banned_ids: builtins.bytes = ...,
         min_new_tokens: builtins.int = ...,
         top_logprobs: builtins.int = ...,
+        repetition_penalty: builtins.float = ...,
+        presence_penalty: builtins.float = ...,
+        frequency_penalty: builtins.float = ...,
+        prompt_ids: builtins.bytes = ...,
+        generated_ids: builtins.bytes = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["banned_ids", b"banned_ids", "bias_ids", b"bias_ids", "bias_values", b"bias_values", "min_new_tokens", b"min_new_tokens", "min_p", b"min_p", "min_tokens_banned_ids", b"min_tokens_banned_ids", "seed", b"seed", "slot", b"slot", "temperature", b"temperature", "top_k", b"top_k", "top_logprobs", b"top_logprobs", "top_p", b"top_p"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["banned_ids", b"banned_ids", "bias_ids", b"bias_ids", "bias_values", b"bias_values", "frequency_penalty", b"frequency_penalty", "generated_ids", b"generated_ids", "min_new_tokens", b"min_new_tokens", "min_p", b"min_p", "min_tokens_banned_ids", b"min_tokens_banned_ids", "presence_penalty", b"presence_penalty", "prompt_ids", b"prompt_ids", "repetition_penalty", b"repetition_penalty", "seed", b"seed", "slot", b"slot", "temperature", b"temperature", "top_k", b"top_k", "top_logprobs", b"top_logprobs", "top_p", b"top_p"]) -> None: ...
 
 Global___Sampler: typing_extensions.TypeAlias = Sampler
 

@@ -265,7 +265,7 @@ class GenerateProgress(JobProgress):
         self, sample: Sample, row: int, step: StepBuilder, steps: int, node: PageNode | None = None
     ) -> Draw:
         if not sample.is_announced:
-            step.readouts.add_sampler(sampler_message(sample, self._job.stop_ids))
+            step.readouts.add_sampler(sampler_message(sample, self._job))
             sample.is_announced = True
         at = step.readouts.add_sample(row, sample.slot, len(sample.tokens) + sample.pending)
         sample.pending += steps

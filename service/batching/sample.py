@@ -57,9 +57,9 @@ class Draw(NamedTuple):
     node: PageNode | None  # page of the prompt's last token, where that is read
 
 
-def sampler_message(sample: Sample, stop_ids: frozenset[int]) -> worker_pb2.Sampler:
+def sampler_message(sample: Sample, job: GenerateJob) -> worker_pb2.Sampler:
     spec = sample.spec
-    return worker_pb2.Sampler(
+    message = worker_pb2.Sampler(
         slot=sample.slot,
         temperature=spec.temperature,
         top_k=spec.top_k,
@@ -69,7 +69,15 @@ def sampler_message(sample: Sample, stop_ids: frozenset[int]) -> worker_pb2.Samp
         bias_ids=pack_int32(spec.bias_ids),
         bias_values=pack_float32(spec.bias_values),
         banned_ids=pack_int32(spec.banned_ids),
-        min_tokens_banned_ids=pack_int32(sorted(stop_ids)) if spec.min_new_tokens else b"",
+        min_tokens_banned_ids=pack_int32(sorted(job.stop_ids)) if spec.min_new_tokens else b"",
         min_new_tokens=spec.min_new_tokens,
         top_logprobs=spec.top_logprobs,
+        repetition_penalty=spec.repetition_penalty,
+        presence_penalty=spec.presence_penalty,
+        frequency_penalty=spec.frequency_penalty,
     )
+    if spec.counts_tokens:
+        message.generated_ids = pack_int32(sample.tokens)
+    if spec.repetition_penalty != 1:
+        message.prompt_ids = pack_int32(np.unique(job.prompt))
+    return message

@@ -19,6 +19,8 @@ from stemserve.service.request import WorkerFacts
 DEFAULT_NEW_TOKENS = 128
 TOKEN_ANSWER_BYTES = 64  # of a new token in an answer, its text included
 TOP_BYTES = 16  # of each of its likeliest tokens
+MOST_REPETITION = 128.0  # as a factor; as a divisor too
+MOST_PENALTY = 100.0  # in logits
 
 
 def check_generate(
@@ -94,6 +96,26 @@ def _check_sampling(sampling: inference_pb2.SamplingParams) -> None:
         raise InvalidRequest("sampling.top_p", f"{sampling.top_p} is not above 0 and at most 1")
     if not 0 <= sampling.min_p <= 1:
         raise InvalidRequest("sampling.min_p", f"{sampling.min_p} is not between 0 and 1")
+    _check_penalties(sampling)
     for token_id, bias in sampling.logit_bias.items():
         if not math.isfinite(bias):
             raise InvalidRequest(f"sampling.logit_bias[{token_id}]", f"{bias} is not finite")
+
+
+def _check_penalties(sampling: inference_pb2.SamplingParams) -> None:
+    repetition = sampling.repetition_penalty if sampling.HasField("repetition_penalty") else 1.0
+    if not 1 / MOST_REPETITION <= repetition <= MOST_REPETITION:
+        raise InvalidRequest(
+            "sampling.repetition_penalty",
+            f"{repetition} is not between 1/{MOST_REPETITION:g} and {MOST_REPETITION:g}",
+        )
+    penalties = {
+        "presence_penalty": sampling.presence_penalty,
+        "frequency_penalty": sampling.frequency_penalty,
+    }
+    for name, penalty in penalties.items():
+        if not -MOST_PENALTY <= penalty <= MOST_PENALTY:
+            raise InvalidRequest(
+                f"sampling.{name}",
+                f"{penalty} is not between {-MOST_PENALTY:g} and {MOST_PENALTY:g}",
+            )

@@ -99,6 +99,11 @@ def _sampler(
         banned_ids=banned_ids,
         min_new_tokens=request.min_new_tokens,
         top_logprobs=request.top_logprobs,
+        repetition_penalty=(
+            sampling.repetition_penalty if sampling.HasField("repetition_penalty") else 1.0
+        ),
+        presence_penalty=sampling.presence_penalty,
+        frequency_penalty=sampling.frequency_penalty,
     )
 
 

@@ -46,6 +46,18 @@ TopP = Annotated[
 MinP = Annotated[
     float, typer.Option(metavar="X", help="Drop tokens below X times the likeliest; 0: off.")
 ]
+RepetitionPenalty = Annotated[
+    float | None,
+    typer.Option(
+        metavar="X", help="Divides logits of tokens of the prompt and the text so far; without: 1."
+    ),
+]
+PresencePenalty = Annotated[
+    float, typer.Option(metavar="X", help="Taken off the logits of tokens of the text so far.")
+]
+FrequencyPenalty = Annotated[
+    float, typer.Option(metavar="X", help="The same, once for each time that a token came.")
+]
 Seed = Annotated[
     int | None,
     typer.Option(metavar="N", parser=whole_uint64, help="Same seed, same text; else random."),
@@ -79,6 +91,9 @@ def generate(
     top_k: TopK = 0,
     top_p: TopP = None,
     min_p: MinP = 0.0,
+    repetition_penalty: RepetitionPenalty = None,
+    presence_penalty: PresencePenalty = 0.0,
+    frequency_penalty: FrequencyPenalty = 0.0,
     seed: Seed = None,
     min_new_tokens: MinNewTokens = 0,
     stop: Stop = None,
@@ -104,7 +119,14 @@ def generate(
     request = inference_pb2.GenerateRequest(
         prompt=inference_pb2.Context(prefix_id=prefix_id, text=prompt),
         sampling=inference_pb2.SamplingParams(
-            temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, seed=seed
+            temperature=temperature,
+            top_k=top_k,
+            top_p=top_p,
+            min_p=min_p,
+            repetition_penalty=repetition_penalty,
+            presence_penalty=presence_penalty,
+            frequency_penalty=frequency_penalty,
+            seed=seed,
         ),
         n=n,
         max_new_tokens=max_new_tokens,

@@ -135,6 +135,16 @@ def test_generate_streams_the_text_that_json_holds(run: Run, address: str) -> No
     assert run(*words, "--max-new-tokens", 8).stdout.startswith(text)
 
 
+def test_generate_takes_penalties(run: Run, address: str) -> None:
+    words = ("generate", "--server", address, "--prompt", "once", "--temperature", 0, "--json")
+    long = (*words, "--max-new-tokens", 30, "--ignore-eos")
+    for option, value in (("--presence-penalty", 100), ("--frequency-penalty", 100)):
+        tokens = parsed(run(*long, option, value))["token_ids"]
+        assert len(set(tokens)) == 30
+    assert run(*words, "--repetition-penalty", 0).returncode != 0
+    assert parsed(run(*words, "--repetition-penalty", 1.5))["token_ids"]
+
+
 def test_prefixes_are_registered_used_and_released(run: Run, address: str) -> None:
     server = ("--server", address, "--json")
     text = "a long story about a prefix " * 3

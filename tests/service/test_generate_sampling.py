@@ -63,6 +63,25 @@ async def test_bias_and_bans_reach_the_sampler() -> None:
         assert job.stop_ids == {1, 2}
 
 
+async def test_penalties_reach_the_sampler_and_are_off_by_default() -> None:
+    engine = BigramEngine()
+    async with serving(engine, fixed_tokens(b"a", b"b", b"c")) as served:
+        request = inference_pb2.GenerateRequest(prompt=prompt(0), sampling=GREEDY, n=2)
+        await generated(served, request)
+        request.sampling.repetition_penalty = 1.5
+        request.sampling.presence_penalty = -0.5
+        request.sampling.frequency_penalty = 0.25
+        await generated(served, request)
+        specs = [job.samplers for job in engine.jobs if isinstance(job, GenerateJob)]
+        found = [
+            (spec.repetition_penalty, spec.presence_penalty, spec.frequency_penalty)
+            for samplers in specs
+            for spec in samplers
+        ]
+        assert found == [(1.0, 0.0, 0.0)] * 2 + [(1.5, -0.5, 0.25)] * 2
+        assert [s.counts_tokens for samplers in specs for s in samplers] == [False] * 2 + [True] * 2
+
+
 @pytest.mark.parametrize("ignore_eos", [False, True])
 async def test_a_minimum_that_leaves_no_token_to_draw_is_an_invalid_argument(
     ignore_eos: bool,

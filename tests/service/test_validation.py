@@ -140,6 +140,13 @@ BAD_GENERATES: list[tuple[str, Change]] = [
     ("sampling.top_p", change("sampling.top_p", float("nan"))),
     ("sampling.min_p", change("sampling.min_p", -0.5)),
     ("sampling.min_p", change("sampling.min_p", float("nan"))),
+    ("sampling.repetition_penalty", change("sampling.repetition_penalty", 0.0)),
+    ("sampling.repetition_penalty", change("sampling.repetition_penalty", -1.5)),
+    ("sampling.repetition_penalty", change("sampling.repetition_penalty", 129.0)),
+    ("sampling.repetition_penalty", change("sampling.repetition_penalty", float("nan"))),
+    ("sampling.presence_penalty", change("sampling.presence_penalty", 101.0)),
+    ("sampling.presence_penalty", change("sampling.presence_penalty", float("nan"))),
+    ("sampling.frequency_penalty", change("sampling.frequency_penalty", float("-inf"))),
     ("sampling.banned_token_ids", change("sampling.banned_token_ids", [0, 1, 2])),
     ("sampling.banned_token_ids", change("sampling.banned_token_ids", [2**31])),
 ]

@@ -1,4 +1,8 @@
-"""Measure a Generate row: requests over one stored prefix, decoded together."""
+"""Measure a Generate row: requests over one stored prefix, decoded together.
+
+A token's time is what a round of n tokens takes longer than one of a single token, over n - 1: what
+the prompts take, and that some requests are ahead of others, is in both.
+"""
 
 from collections.abc import Sequence
 
@@ -11,6 +15,7 @@ from stemserve.service.bench.scrape import Reading
 from stemserve.service.bench.target import Target
 from stemserve.service.bench.token_arrivals import CallFailed, TokenArrivals, token_arrivals
 
+OTHERS = 10_000  # numbers of rounds with prompts as long, of other tokens
 MOST_OVER_WORKER = 1.05  # that a token may take, of its time in the worker
 
 
@@ -19,19 +24,24 @@ def measure_decode(target: Target, row: DecodeRow) -> MeasuredRow:
     failures: list[str] = []
     rounds: list[list[TokenArrivals]] = []
     clients: list[float] = []
+    of_rounds: list[float] = []
     before = target.metrics()
     for number in range(target.repeats.warm_up + target.repeats.decode):
         if number == target.repeats.warm_up:
             before = target.metrics()
+        others = target.tokens.decode_round(row, OTHERS + number).requests(1)
+        one = target.pool.make(GENERATE, others)
+        failures += [record.error for record in one.records if record.error]
         requests = target.tokens.decode_round(row, number).requests(row.new_tokens)
         made = target.pool.make(GENERATE, requests)
         streams = [_arrivals(record, row, failures) for record in made.records]
         rounds.append([stream for stream in streams if stream is not None])
         clients.append(made.busiest_client)
+        of_rounds.append((made.seconds - one.seconds) / (row.new_tokens - 1))
     grown = target.metrics().since(before)
     target.release(prefix_ids)
     counted = [streams for streams in rounds[target.repeats.warm_up :] if streams]
-    of_rounds = [float(np.median([s.seconds_per_token for s in streams])) for streams in counted]
+    of_rounds = of_rounds[target.repeats.warm_up :] if counted else []
     ours_ms = median_ms(of_rounds)
     more = _more(counted, grown, row) | {"busiest_client": rounded(max(clients))}
     if ours_ms and (worker_ms := more.get("worker_ms_a_token")):

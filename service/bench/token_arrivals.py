@@ -26,11 +26,6 @@ class TokenArrivals:
         return float(self.moments[0] - self.sent)
 
     @property
-    def seconds_per_token(self) -> float:
-        """Over the tokens behind the first message."""
-        return float((self.moments[-1] - self.moments[0]) / self.tokens[1:].sum())
-
-    @property
     def gaps(self) -> NDArray[np.float64]:
         """[tokens] seconds; tokens of one message share the time since the message before."""
         return np.repeat(np.diff(self.moments) / self.tokens[1:], self.tokens[1:])

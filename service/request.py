@@ -80,6 +80,7 @@ class SamplerSpec:
     repetition_penalty: float = 1.0
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
+    allowed_ids: Int32 = field(default_factory=lambda: np.empty(0, np.int32))  # empty: all
 
     @property
     def counts_tokens(self) -> bool:

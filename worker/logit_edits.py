@@ -7,7 +7,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from stemserve.kernels.host_array import device_tensor
+from stemserve.kernels.host_array import device_tensor, index_tensor
 from stemserve.kernels.layout import Int32
 from stemserve.worker.penalties import Penalties
 from stemserve.worker.sampler_params import SamplerParams
@@ -25,7 +25,8 @@ class LogitEdits:
     def admit(self, params: SamplerParams) -> None:
         slot = params.slot
         self._params.pop(slot, None)
-        self._always[slot] = len(params.bias_ids) > 0 or len(params.banned_ids) > 0
+        edits = (params.bias_ids, params.banned_ids, params.allowed_ids)
+        self._always[slot] = any(len(ids) > 0 for ids in edits)
         banned = len(params.min_tokens_banned_ids) > 0
         self._until[slot] = params.min_new_tokens if banned else 0
         if self._always[slot] or self._until[slot]:
@@ -41,7 +42,7 @@ class LogitEdits:
         slots: Int32,  # [samples]
         index: Int32,  # [samples]
     ) -> Tensor:
-        """With biases, then penalties, then bans; the same tensor where nobody edits."""
+        """With biases, penalties, and what may not come banned; the same tensor without edits."""
         if not self.any(slots, index).any():
             return logits
         logits = logits.clone()
@@ -53,6 +54,9 @@ class LogitEdits:
             bias = device_tensor(values, logits.device)
             logits.index_put_(_cells(biased, logits.device), bias, accumulate=True)
         self.penalties.apply(logits, slots, index)
+        allowed = [(row, params.allowed_ids) for row, params in edits if len(params.allowed_ids)]
+        if allowed:
+            _keep(logits, allowed)
         banned = [(row, params.banned_ids) for row, params in edits] + [
             (row, params.min_tokens_banned_ids)
             for row, params in edits
@@ -65,6 +69,14 @@ class LogitEdits:
 
     def _edits(self, slots: Int32, index: Int32) -> NDArray[np.bool_]:  # [samples]
         return self._always[slots] | (index < self._until[slots])
+
+
+def _keep(logits: Tensor, allowed: Sequence[tuple[int, Int32]]) -> None:
+    """Only these cells of their rows."""
+    cells = _cells(allowed, logits.device)
+    kept = logits[cells]
+    logits[index_tensor(np.array([row for row, _ in allowed]), logits.device)] = -torch.inf
+    logits.index_put_(cells, kept)
 
 
 def _cells(ids: Sequence[tuple[int, Int32]], device: torch.device) -> tuple[Tensor, Tensor]:

@@ -277,6 +277,7 @@ class Sampler(google.protobuf.message.Message):
     FREQUENCY_PENALTY_FIELD_NUMBER: builtins.int
     PROMPT_IDS_FIELD_NUMBER: builtins.int
     GENERATED_IDS_FIELD_NUMBER: builtins.int
+    ALLOWED_IDS_FIELD_NUMBER: builtins.int
     slot: builtins.int
     temperature: builtins.float
     top_k: builtins.int
@@ -302,6 +303,8 @@ class Sampler(google.protobuf.message.Message):
     """tokens of the prompt, each once; only where they are penalised"""
     generated_ids: builtins.bytes
     """tokens that the sample drew before it got this slot, in order; only with penalties"""
+    allowed_ids: builtins.bytes
+    """only these may come; empty: all"""
     def __init__(
         self,
         *,
@@ -322,8 +325,9 @@ class Sampler(google.protobuf.message.Message):
         frequency_penalty: builtins.float = ...,
         prompt_ids: builtins.bytes = ...,
         generated_ids: builtins.bytes = ...,
+        allowed_ids: builtins.bytes = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["banned_ids", b"banned_ids", "bias_ids", b"bias_ids", "bias_values", b"bias_values", "frequency_penalty", b"frequency_penalty", "generated_ids", b"generated_ids", "min_new_tokens", b"min_new_tokens", "min_p", b"min_p", "min_tokens_banned_ids", b"min_tokens_banned_ids", "presence_penalty", b"presence_penalty", "prompt_ids", b"prompt_ids", "repetition_penalty", b"repetition_penalty", "seed", b"seed", "slot", b"slot", "temperature", b"temperature", "top_k", b"top_k", "top_logprobs", b"top_logprobs", "top_p", b"top_p"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["allowed_ids", b"allowed_ids", "banned_ids", b"banned_ids", "bias_ids", b"bias_ids", "bias_values", b"bias_values", "frequency_penalty", b"frequency_penalty", "generated_ids", b"generated_ids", "min_new_tokens", b"min_new_tokens", "min_p", b"min_p", "min_tokens_banned_ids", b"min_tokens_banned_ids", "presence_penalty", b"presence_penalty", "prompt_ids", b"prompt_ids", "repetition_penalty", b"repetition_penalty", "seed", b"seed", "slot", b"slot", "temperature", b"temperature", "top_k", b"top_k", "top_logprobs", b"top_logprobs", "top_p", b"top_p"]) -> None: ...
 
 Global___Sampler: typing_extensions.TypeAlias = Sampler
 

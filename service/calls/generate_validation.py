@@ -75,6 +75,7 @@ def _check_ids(request: inference_pb2.GenerateRequest, facts: WorkerFacts) -> No
         "stop_token_ids": len(request.stop_token_ids),
         "sampling.logit_bias": len(request.sampling.logit_bias),
         "sampling.banned_token_ids": len(request.sampling.banned_token_ids),
+        "sampling.allowed_token_ids": len(request.sampling.allowed_token_ids),
     }
     for field, count in counts.items():
         check_count(field, count, "the model's vocabulary", facts.vocab_size)

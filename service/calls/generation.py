@@ -1,6 +1,7 @@
 """Turn a Generate request into a job for the engine."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 
@@ -46,17 +47,18 @@ class GenerateEncoder:
         stop_ids = decode_ids("stop_token_ids", request.stop_token_ids, vocab_size)
         bias_ids, bias_values = _bias(request.sampling, vocab_size)
         banned_ids = _banned(request.sampling, vocab_size)
+        allowed_ids = _allowed(request.sampling, banned_ids, vocab_size)
         eos_ids = frozenset[int]() if request.ignore_eos else self._eos_ids
         ends = eos_ids | frozenset(stop_ids.tolist())
         if request.min_new_tokens:
-            _check_choice(banned_ids, ends, vocab_size)
+            _check_choice(allowed_ids, banned_ids, ends, vocab_size)
         (context,) = await self._contexts.encode("prompt", [request.prompt], caller)
         prompt = context.tokens
         room = _room(prompt, self._facts.context_tokens)
         seed = request.sampling.seed if request.sampling.HasField("seed") else entropy
+        first = _sampler(request, bias_ids, bias_values, banned_ids, allowed_ids)
         samplers = tuple(
-            _sampler(request, child_seed(seed, sample), bias_ids, bias_values, banned_ids)
-            for sample in range(sample_count(request))
+            replace(first, seed=child_seed(seed, sample)) for sample in range(sample_count(request))
         )
         return GenerateJob(
             request_id=request_id,
@@ -82,18 +84,19 @@ def child_seed(seed: int, sample: int) -> int:
 
 def _sampler(
     request: inference_pb2.GenerateRequest,
-    seed: int,
     bias_ids: Int32,
     bias_values: Float32,
     banned_ids: Int32,
+    allowed_ids: Int32,
 ) -> SamplerSpec:
+    """Of all samples; each has a seed of its own."""
     sampling = request.sampling
     return SamplerSpec(
         temperature=sampling.temperature if sampling.HasField("temperature") else 1.0,
         top_k=sampling.top_k,
         top_p=sampling.top_p if sampling.HasField("top_p") else 1.0,
         min_p=sampling.min_p,
-        seed=seed,
+        seed=0,
         bias_ids=bias_ids,
         bias_values=bias_values,
         banned_ids=banned_ids,
@@ -104,6 +107,7 @@ def _sampler(
         ),
         presence_penalty=sampling.presence_penalty,
         frequency_penalty=sampling.frequency_penalty,
+        allowed_ids=allowed_ids,
     )
 
 
@@ -123,11 +127,28 @@ def _banned(sampling: inference_pb2.SamplingParams, vocab_size: int) -> Int32:
     return banned
 
 
-def _check_choice(banned: Int32, ends: frozenset[int], vocab_size: int) -> None:
-    ends_known = {token_id for token_id in ends if token_id < vocab_size}
-    if len(ends_known.union(banned.tolist())) == vocab_size:
+def _allowed(sampling: inference_pb2.SamplingParams, banned: Int32, vocab_size: int) -> Int32:
+    """Those that are not banned too; none: all may come."""
+    if not sampling.allowed_token_ids:
+        return NO_IDS
+    field = "sampling.allowed_token_ids"
+    asked = np.unique(decode_ids(field, sampling.allowed_token_ids, vocab_size))
+    allowed: Int32 = np.setdiff1d(asked, banned)
+    if not len(allowed):
+        raise InvalidRequest(field, "leaves no token: each of them is banned")
+    return allowed
+
+
+def _check_choice(allowed: Int32, banned: Int32, ends: frozenset[int], vocab_size: int) -> None:
+    if len(allowed):
+        leaves_none = ends.issuperset(allowed.tolist())
+    else:
+        ends_known = {token_id for token_id in ends if token_id < vocab_size}
+        leaves_none = len(ends_known.union(banned.tolist())) == vocab_size
+    if leaves_none:
         raise InvalidRequest(
-            "min_new_tokens", "leaves no token: each is banned or would end the sample"
+            "min_new_tokens",
+            "leaves no token: each is banned, not allowed or would end the sample",
         )
 
 

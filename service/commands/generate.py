@@ -34,6 +34,10 @@ PrefixId = Annotated[str, typer.Option(metavar="ID", help="A registered prefix b
 Temperature = Annotated[
     float | None, typer.Option(metavar="X", help="0: the likeliest token; without: 1.")
 ]
+AllowToken = Annotated[
+    list[int] | None,
+    typer.Option(metavar="ID", parser=whole_uint32, help="Only such tokens may come; given often."),
+]
 TopK = Annotated[
     int,
     typer.Option(
@@ -88,6 +92,7 @@ def generate(
     max_new_tokens: MaxNewTokens = 128,
     n: Samples = 1,
     temperature: Temperature = None,
+    allow_token: AllowToken = None,
     top_k: TopK = 0,
     top_p: TopP = None,
     min_p: MinP = 0.0,
@@ -127,6 +132,7 @@ def generate(
             presence_penalty=presence_penalty,
             frequency_penalty=frequency_penalty,
             seed=seed,
+            allowed_token_ids=allow_token or (),
         ),
         n=n,
         max_new_tokens=max_new_tokens,

@@ -135,12 +135,12 @@ def test_generate_streams_the_text_that_json_holds(run: Run, address: str) -> No
     assert run(*words, "--max-new-tokens", 8).stdout.startswith(text)
 
 
-def test_generate_takes_penalties(run: Run, address: str) -> None:
+def test_generate_takes_penalties_and_allowed_tokens(run: Run, address: str) -> None:
     words = ("generate", "--server", address, "--prompt", "once", "--temperature", 0, "--json")
     long = (*words, "--max-new-tokens", 30, "--ignore-eos")
-    for option, value in (("--presence-penalty", 100), ("--frequency-penalty", 100)):
-        tokens = parsed(run(*long, option, value))["token_ids"]
-        assert len(set(tokens)) == 30
+    assert len(set(parsed(run(*long, "--frequency-penalty", 100))["token_ids"])) == 30
+    allowed = parsed(run(*long, "--allow-token", 70, "--allow-token", 75))["token_ids"]
+    assert set(allowed) <= {70, 75}
     assert run(*words, "--repetition-penalty", 0).returncode != 0
     assert parsed(run(*words, "--repetition-penalty", 1.5))["token_ids"]
 

@@ -63,6 +63,43 @@ async def test_bias_and_bans_reach_the_sampler() -> None:
         assert job.stop_ids == {1, 2}
 
 
+async def test_allowed_tokens_reach_the_sampler_without_banned_ones() -> None:
+    engine = BigramEngine()
+    async with serving(engine, fixed_tokens(b"a", b"b", b"c", b"d")) as served:
+        request = inference_pb2.GenerateRequest(prompt=prompt(0), sampling=GREEDY)
+        await generated(served, request)
+        request.sampling.allowed_token_ids.extend([2, 1, 2])
+        request.sampling.banned_token_ids.append(1)
+        await generated(served, request)
+        jobs = [job for job in engine.jobs if isinstance(job, GenerateJob)]
+        assert [job.samplers[0].allowed_ids.tolist() for job in jobs] == [[], [2]]
+
+
+@pytest.mark.parametrize(
+    ("allowed", "banned", "min_new_tokens", "field"),
+    [
+        ([1, 0], [0, 1], 0, "sampling.allowed_token_ids"),
+        ([2], [], 1, "min_new_tokens"),
+        ([0, 2], [0], 1, "min_new_tokens"),
+        ([0, 2], [0], 0, None),
+        ([0, 2], [], 1, None),
+    ],
+)
+async def test_allowed_tokens_of_which_none_can_come_are_refused(
+    allowed: list[int], banned: list[int], min_new_tokens: int, field: str | None
+) -> None:
+    async with serving(BigramEngine(), fixed_tokens(b"a", b"b", b"c", eos_id=2)) as served:
+        request = inference_pb2.GenerateRequest(prompt=prompt(0), min_new_tokens=min_new_tokens)
+        request.sampling.allowed_token_ids.extend(allowed)
+        request.sampling.banned_token_ids.extend(banned)
+        if field is None:
+            await generated(served, request)
+            return
+        with pytest.raises(ClientError, match="leaves no token") as refusal:
+            await generated(served, request)
+        assert list(refusal.value.violations) == [field]
+
+
 async def test_penalties_reach_the_sampler_and_are_off_by_default() -> None:
     engine = BigramEngine()
     async with serving(engine, fixed_tokens(b"a", b"b", b"c")) as served:

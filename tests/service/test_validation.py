@@ -147,6 +147,8 @@ BAD_GENERATES: list[tuple[str, Change]] = [
     ("sampling.presence_penalty", change("sampling.presence_penalty", 101.0)),
     ("sampling.presence_penalty", change("sampling.presence_penalty", float("nan"))),
     ("sampling.frequency_penalty", change("sampling.frequency_penalty", float("-inf"))),
+    ("sampling.allowed_token_ids", change("sampling.allowed_token_ids", [VOCABULARY])),
+    ("sampling.allowed_token_ids", change("sampling.allowed_token_ids", [0, 1, 2, 2])),
     ("sampling.banned_token_ids", change("sampling.banned_token_ids", [0, 1, 2])),
     ("sampling.banned_token_ids", change("sampling.banned_token_ids", [2**31])),
 ]

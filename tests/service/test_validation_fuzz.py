@@ -70,6 +70,7 @@ SAMPLING = st.builds(
     seed=st.one_of(st.none(), st.sampled_from([0, 2**64 - 1])),
     logit_bias=st.dictionaries(ODD_IDS, ODD_FLOATS, max_size=2),
     banned_token_ids=st.lists(ODD_IDS, max_size=3),
+    allowed_token_ids=st.lists(ODD_IDS, max_size=3),
 )
 ODD_GENERATES = st.builds(
     GenerateRequest,

@@ -259,6 +259,7 @@ def test_a_slot_without_a_token_cannot_be_read() -> None:
         ({"min_tokens_banned_ids": blob([2]), "min_new_tokens": 4}, 3, False),
         ({"min_tokens_banned_ids": blob([2]), "min_new_tokens": 4}, 4, True),
         ({"top_logprobs": 2}, 0, False),
+        ({"allowed_ids": blob([2])}, 0, False),
         ({"repetition_penalty": 1.1}, 0, False),
         ({"repetition_penalty": 1.0}, 0, True),
         ({"presence_penalty": 0.1}, 0, False),

@@ -206,14 +206,16 @@ def test_a_changed_setting_replaces_the_pods() -> None:
 
 
 def test_rules_and_dashboards_are_the_ones_of_the_repository() -> None:
+    """The chart's are links, which Helm follows when it packs the chart."""
     objects = render(MATRIX["keda and monitoring"])
-    rules = sorted((ROOT / "deploy" / "prometheus").glob("rules*.yaml"))
-    dashboards = sorted((ROOT / "deploy" / "grafana").glob("**/*.json"))
+    for kind, folder in (("rules", "prometheus"), ("dashboards", "grafana")):
+        for link in (CHART / "files").glob(f"{kind}/*"):
+            assert link.is_symlink() and link.resolve().is_relative_to(ROOT / "deploy" / folder)
+    rules = sorted((CHART / "files" / "rules").glob("*.yaml"))
     if rules:
         groups = the(objects, "PrometheusRule")["spec"]["groups"]
         assert groups == [g for file in rules for g in yaml.safe_load(file.read_text())["groups"]]
-    else:
-        assert "PrometheusRule" not in kinds(objects)
+    dashboards = sorted((CHART / "files" / "dashboards").glob("*.json"))
     if dashboards:
         held = the(objects, "ConfigMap", "x-stemserve-dashboards")["data"]
         assert {name: json.loads(text) for name, text in held.items()} == {

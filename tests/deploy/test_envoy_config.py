@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 from cryptography import x509
-from tests.deploy.chart import MATRIX, render, the
+from tests.deploy.chart import MATRIX, ROOT, render, the
 from tests.service.certificates import Authority
 
 ENVOY = Path(sys.executable).with_name("envoy")
@@ -40,3 +40,7 @@ def test_envoy_takes_the_charts_configuration(row: str, tmp_path: Path) -> None:
     config = tmp_path / "envoy.yaml"
     config.write_text(text)
     validate(config)
+
+
+def test_envoy_takes_the_configuration_of_compose() -> None:
+    validate(ROOT / "deploy" / "compose" / "envoy.yaml")

@@ -1,0 +1,25 @@
+"""Exit with 0 if the server on this machine would take a call: `healthcheck.py [PORT]`."""
+
+import sys
+
+import grpc
+from grpc_health.v1.health_pb2 import HealthCheckRequest, HealthCheckResponse
+from grpc_health.v1.health_pb2_grpc import HealthStub
+
+HEALTH_PORT = 50052
+TIMEOUT_S = 4.0
+
+
+def main(port: int) -> None:
+    request = HealthCheckRequest(service="stemserve.v1.Inference")
+    with grpc.insecure_channel(f"127.0.0.1:{port}") as channel:
+        try:
+            status = HealthStub(channel).Check(request, timeout=TIMEOUT_S).status
+        except grpc.RpcError as error:
+            sys.exit(str(error))
+    name = HealthCheckResponse.ServingStatus.Name(status)
+    sys.exit(0 if status == HealthCheckResponse.SERVING else name)
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]) if len(sys.argv) > 1 else HEALTH_PORT)

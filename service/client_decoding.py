@@ -66,7 +66,15 @@ def _sample_news(message: inference_pb2.GenerateResponse, row: int) -> SampleNew
             tuple((token.token_id, token.logprob) for token in top.tokens)
             for top in message.top_logprobs[tokens]
         ),
+        asked_logprobs=_asked(message, tokens),
     )
+
+
+def _asked(message: inference_pb2.GenerateResponse, tokens: slice) -> tuple[tuple[float, ...], ...]:
+    if not message.asked_logprobs:
+        return ()
+    by_token = np.array(message.asked_logprobs).reshape(len(message.token_ids), -1)
+    return tuple(map(tuple, by_token[tokens].tolist()))
 
 
 def usage(message: inference_pb2.Usage) -> Usage:

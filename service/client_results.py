@@ -62,6 +62,7 @@ class SampleNews:
     finish: str  # "", "stop" or "length"
     logprobs: tuple[float, ...] = ()  # by token, if asked for
     top_logprobs: tuple[tuple[tuple[int, float], ...], ...] = ()  # by token, most likely first
+    asked_logprobs: tuple[tuple[float, ...], ...] = ()  # by token, of the request's ids; or empty
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -81,6 +81,7 @@ class SamplerSpec:
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     allowed_ids: Int32 = field(default_factory=lambda: np.empty(0, np.int32))  # empty: all
+    logprob_ids: Int32 = field(default_factory=lambda: np.empty(0, np.int32))  # read at each place
 
     @property
     def counts_tokens(self) -> bool:
@@ -170,7 +171,7 @@ class StopCause:
 
 
 class TopTokens(NamedTuple):
-    """The most likely tokens at a place, most likely first."""
+    """The most likely tokens at a place, most likely first, then the sampler's logprob_ids."""
 
     ids: Sequence[int]
     logprobs: Sequence[float]  # raw

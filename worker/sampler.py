@@ -21,10 +21,10 @@ from stemserve.kernels.sampling.slot_tables import (
 from stemserve.worker.blobs import BadPlan
 from stemserve.worker.host_draw import draw_on_host
 from stemserve.worker.logit_edits import LogitEdits
+from stemserve.worker.read_tokens import ReadTokens
 from stemserve.worker.sampler_params import SamplerParams
 from stemserve.worker.step import Samples, Step
 from stemserve.worker.transfer import to_host
-from stemserve.worker.truncation import largest
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,7 +35,8 @@ class Drawn:
     logprobs: Tensor  # [samples] float32, raw: before bias, bans, temperature and truncation
     failed: Tensor  # [samples] bool
     top_counts: Int32  # [samples] how many of the columns below each sample asked for
-    top_ids: Tensor  # [samples, most] int64, most likely first; no columns where nobody asks
+    # [samples, most] int64, most likely first, then those asked for; no columns where nobody asks
+    top_ids: Tensor
     top_logprobs: Tensor  # [samples, most] float32, raw
 
     def on_host(self) -> "Drawn":
@@ -55,7 +56,7 @@ class Sampler:
         self.tables = SlotTables(slots, device)
         self._params = np.zeros(slots, SLOT)
         self._edits = LogitEdits(slots, device)
-        self._top_logprobs = np.zeros(slots, np.int32)
+        self._read = ReadTokens(slots)
         self._is_known = np.zeros(slots, np.bool_)
         self._has_token = np.zeros(slots, np.bool_)
         self._device = device
@@ -78,11 +79,11 @@ class Sampler:
         slots = np.asarray([params.slot for params in new], np.int64)
         rows = [(p.temperature, p.top_k, p.top_p, p.min_p, 0, p.seed) for p in new]
         self._params[slots] = np.array(rows, SLOT)
-        self._top_logprobs[slots] = [params.top_logprobs for params in new]
         self._is_known[slots] = True
         self._has_token[slots] = False
         for params in new:
             self._edits.admit(params)
+            self._read.admit(params)
         self.tables.admit(slots, self._params[slots])
 
     @contextmanager
@@ -105,7 +106,7 @@ class Sampler:
         """Which samples the tables of the slots say all about."""
         slots, index = samples.slots, samples.index
         self._refuse_unknown(slots[~self._is_known[slots]])
-        plain: NDArray[np.bool_] = (self._top_logprobs[slots] == 0) & ~self._edits.any(slots, index)
+        plain: NDArray[np.bool_] = (self._read.counts(slots) == 0) & ~self._edits.any(slots, index)
         return plain
 
     def drew(self, slots: Int32) -> None:
@@ -144,9 +145,9 @@ class Sampler:
         raw = _log_softmax(logits[rows])
         drawn = self._draw(self._edits.applied(logits, slots, index), slots, index)
         logprobs = raw.gather(-1, drawn.tokens[rows, None]).squeeze(-1)
-        counts = self._top_logprobs[slots]
+        counts = self._read.counts(slots)
         most = int(counts.max())
-        top_ids, top_logprobs = largest(raw, most)
+        top_ids, top_logprobs = self._read.read(raw, slots[special], most)
         taken = self.take(
             drawn.tokens,
             drawn.logprobs.index_copy(0, rows, logprobs),

@@ -34,6 +34,7 @@ class SamplerParams:
     prompt_ids: Int32  # that repetition_penalty counts beside what is drawn
     generated_ids: Int32  # drawn before the slot was given, in order
     allowed_ids: Int32  # only these may come; empty: all
+    logprob_ids: Int32  # whose log-probabilities are read
 
     @property
     def has_penalties(self) -> bool:
@@ -83,6 +84,7 @@ def decode_sampler(message: worker_pb2.Sampler, *, slots: int, vocab_size: int) 
         prompt_ids=_token_ids(f"{where}: prompt_ids", message.prompt_ids, vocab_size),
         generated_ids=_token_ids(f"{where}: generated_ids", message.generated_ids, vocab_size),
         allowed_ids=_token_ids(f"{where}: allowed_ids", message.allowed_ids, vocab_size),
+        logprob_ids=_token_ids(f"{where}: logprob_ids", message.logprob_ids, vocab_size),
     )
 
 

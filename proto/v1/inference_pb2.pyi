@@ -619,6 +619,7 @@ class GenerateRequest(google.protobuf.message.Message):
     TOP_LOGPROBS_FIELD_NUMBER: builtins.int
     PRIORITY_FIELD_NUMBER: builtins.int
     KERNEL_FIELD_NUMBER: builtins.int
+    LOGPROB_TOKEN_IDS_FIELD_NUMBER: builtins.int
     request_id: builtins.str
     n: builtins.int
     """samples; absent: 1"""
@@ -643,6 +644,10 @@ class GenerateRequest(google.protobuf.message.Message):
 
     @property
     def stop_token_ids(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]: ...
+    @property
+    def logprob_token_ids(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
+        """Also return the raw log-probabilities of these tokens at each position; at most 128."""
+
     def __init__(
         self,
         *,
@@ -659,9 +664,10 @@ class GenerateRequest(google.protobuf.message.Message):
         top_logprobs: builtins.int = ...,
         priority: builtins.int = ...,
         kernel: Global___Kernel.ValueType = ...,
+        logprob_token_ids: collections.abc.Iterable[builtins.int] | None = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["_max_new_tokens", b"_max_new_tokens", "_n", b"_n", "max_new_tokens", b"max_new_tokens", "n", b"n", "prompt", b"prompt", "sampling", b"sampling"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_max_new_tokens", b"_max_new_tokens", "_n", b"_n", "ignore_eos", b"ignore_eos", "kernel", b"kernel", "logprobs", b"logprobs", "max_new_tokens", b"max_new_tokens", "min_new_tokens", b"min_new_tokens", "n", b"n", "priority", b"priority", "prompt", b"prompt", "request_id", b"request_id", "sampling", b"sampling", "stop", b"stop", "stop_token_ids", b"stop_token_ids", "top_logprobs", b"top_logprobs"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["_max_new_tokens", b"_max_new_tokens", "_n", b"_n", "ignore_eos", b"ignore_eos", "kernel", b"kernel", "logprob_token_ids", b"logprob_token_ids", "logprobs", b"logprobs", "max_new_tokens", b"max_new_tokens", "min_new_tokens", b"min_new_tokens", "n", b"n", "priority", b"priority", "prompt", b"prompt", "request_id", b"request_id", "sampling", b"sampling", "stop", b"stop", "stop_token_ids", b"stop_token_ids", "top_logprobs", b"top_logprobs"]) -> None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_max_new_tokens", b"_max_new_tokens"]) -> typing.Literal["max_new_tokens"] | None: ...
     @typing.overload
@@ -719,6 +725,7 @@ class GenerateResponse(google.protobuf.message.Message):
     TOP_LOGPROBS_FIELD_NUMBER: builtins.int
     USAGE_FIELD_NUMBER: builtins.int
     TIMING_FIELD_NUMBER: builtins.int
+    ASKED_LOGPROBS_FIELD_NUMBER: builtins.int
     request_id: builtins.str
     @property
     def sample_index(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
@@ -752,6 +759,10 @@ class GenerateResponse(google.protobuf.message.Message):
     def timing(self) -> Global___Timing:
         """in the last message"""
 
+    @property
+    def asked_logprobs(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.float]:
+        """Row-major [token_ids, logprob_token_ids], raw."""
+
     def __init__(
         self,
         *,
@@ -765,8 +776,9 @@ class GenerateResponse(google.protobuf.message.Message):
         top_logprobs: collections.abc.Iterable[Global___TopLogprobs] | None = ...,
         usage: Global___Usage | None = ...,
         timing: Global___Timing | None = ...,
+        asked_logprobs: collections.abc.Iterable[builtins.float] | None = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["timing", b"timing", "usage", b"usage"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["finish_reason", b"finish_reason", "logprobs", b"logprobs", "request_id", b"request_id", "sample_index", b"sample_index", "text", b"text", "timing", b"timing", "token_ids", b"token_ids", "token_offsets", b"token_offsets", "top_logprobs", b"top_logprobs", "usage", b"usage"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["asked_logprobs", b"asked_logprobs", "finish_reason", b"finish_reason", "logprobs", b"logprobs", "request_id", b"request_id", "sample_index", b"sample_index", "text", b"text", "timing", b"timing", "token_ids", b"token_ids", "token_offsets", b"token_offsets", "top_logprobs", b"top_logprobs", "usage", b"usage"]) -> None: ...
 
 Global___GenerateResponse: typing_extensions.TypeAlias = GenerateResponse

@@ -278,6 +278,7 @@ class Sampler(google.protobuf.message.Message):
     PROMPT_IDS_FIELD_NUMBER: builtins.int
     GENERATED_IDS_FIELD_NUMBER: builtins.int
     ALLOWED_IDS_FIELD_NUMBER: builtins.int
+    LOGPROB_IDS_FIELD_NUMBER: builtins.int
     slot: builtins.int
     temperature: builtins.float
     top_k: builtins.int
@@ -305,6 +306,8 @@ class Sampler(google.protobuf.message.Message):
     """tokens that the sample drew before it got this slot, in order; only with penalties"""
     allowed_ids: builtins.bytes
     """only these may come; empty: all"""
+    logprob_ids: builtins.bytes
+    """read like the top_logprobs likeliest ones, and answered behind them"""
     def __init__(
         self,
         *,
@@ -326,8 +329,9 @@ class Sampler(google.protobuf.message.Message):
         prompt_ids: builtins.bytes = ...,
         generated_ids: builtins.bytes = ...,
         allowed_ids: builtins.bytes = ...,
+        logprob_ids: builtins.bytes = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["allowed_ids", b"allowed_ids", "banned_ids", b"banned_ids", "bias_ids", b"bias_ids", "bias_values", b"bias_values", "frequency_penalty", b"frequency_penalty", "generated_ids", b"generated_ids", "min_new_tokens", b"min_new_tokens", "min_p", b"min_p", "min_tokens_banned_ids", b"min_tokens_banned_ids", "presence_penalty", b"presence_penalty", "prompt_ids", b"prompt_ids", "repetition_penalty", b"repetition_penalty", "seed", b"seed", "slot", b"slot", "temperature", b"temperature", "top_k", b"top_k", "top_logprobs", b"top_logprobs", "top_p", b"top_p"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["allowed_ids", b"allowed_ids", "banned_ids", b"banned_ids", "bias_ids", b"bias_ids", "bias_values", b"bias_values", "frequency_penalty", b"frequency_penalty", "generated_ids", b"generated_ids", "logprob_ids", b"logprob_ids", "min_new_tokens", b"min_new_tokens", "min_p", b"min_p", "min_tokens_banned_ids", b"min_tokens_banned_ids", "presence_penalty", b"presence_penalty", "prompt_ids", b"prompt_ids", "repetition_penalty", b"repetition_penalty", "seed", b"seed", "slot", b"slot", "temperature", b"temperature", "top_k", b"top_k", "top_logprobs", b"top_logprobs", "top_p", b"top_p"]) -> None: ...
 
 Global___Sampler: typing_extensions.TypeAlias = Sampler
 
@@ -404,7 +408,7 @@ class StepResult(google.protobuf.message.Message):
     sampled_logprobs: builtins.bytes
     """float32 [repeat, samples], raw"""
     top_indptr: builtins.bytes
-    """[repeat * samples + 1]; empty when no sampler asks"""
+    """[repeat * samples + 1] the likeliest tokens of each draw, then its logprob_ids; empty when no sampler asks"""
     top_ids: builtins.bytes
     top_logprobs: builtins.bytes
     """float32"""

@@ -76,6 +76,7 @@ def sampler_message(sample: Sample, job: GenerateJob) -> worker_pb2.Sampler:
         presence_penalty=spec.presence_penalty,
         frequency_penalty=spec.frequency_penalty,
         allowed_ids=pack_int32(spec.allowed_ids),
+        logprob_ids=pack_int32(spec.logprob_ids),
     )
     if spec.counts_tokens:
         message.generated_ids = pack_int32(sample.tokens)

@@ -16,8 +16,9 @@ class GenerateAnswer:
         self, request: inference_pb2.GenerateRequest, token_bytes: Sequence[bytes], samples: int
     ) -> None:
         self._request_id = request.request_id
-        self._top_logprobs = bool(request.top_logprobs)
-        self._logprobs = request.logprobs or self._top_logprobs
+        self._top_logprobs = request.top_logprobs
+        self._asks = len(request.logprob_token_ids) > 0
+        self._logprobs = request.logprobs or self._top_logprobs > 0
         self._samples = [
             SampleText(token_bytes, request.stop, min_new_tokens=request.min_new_tokens)
             for _ in range(samples)
@@ -53,7 +54,11 @@ class GenerateAnswer:
             if self._logprobs:
                 message.logprobs.extend(tokens.logprobs[:count])
             if self._top_logprobs:
-                message.top_logprobs.extend(map(_top_logprobs, tokens.tops[:count]))
+                likeliest = (_top_logprobs(t, self._top_logprobs) for t in tokens.tops[:count])
+                message.top_logprobs.extend(likeliest)
+            if self._asks:
+                for top in tokens.tops[:count]:
+                    message.asked_logprobs.extend(top.logprobs[self._top_logprobs :])
             if state.finish:
                 break
         message.sample_index.append(sample)
@@ -72,10 +77,10 @@ def _by_sample(news: Sequence[SampleTokens]) -> Mapping[int, Sequence[SampleToke
     return dict(sorted(apart.items()))
 
 
-def _top_logprobs(top: TopTokens) -> inference_pb2.TopLogprobs:
+def _top_logprobs(top: TopTokens, count: int) -> inference_pb2.TopLogprobs:
     return inference_pb2.TopLogprobs(
         tokens=[
             inference_pb2.TokenLogprob(token_id=token_id, logprob=logprob)
-            for token_id, logprob in zip(top.ids, top.logprobs, strict=True)
+            for token_id, logprob in zip(top.ids[:count], top.logprobs[:count], strict=True)
         ]
     )

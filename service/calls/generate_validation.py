@@ -19,6 +19,8 @@ from stemserve.service.request import WorkerFacts
 DEFAULT_NEW_TOKENS = 128
 TOKEN_ANSWER_BYTES = 64  # of a new token in an answer, its text included
 TOP_BYTES = 16  # of each of its likeliest tokens
+ASKED_BYTES = 4  # of each token whose log-probability is asked for
+MOST_ASKED = 128
 MOST_REPETITION = 128.0  # as a factor; as a divisor too
 MOST_PENALTY = 100.0  # in logits
 
@@ -63,7 +65,9 @@ def _check_counts(
         )
     limit = min(limits.max_top_logprobs, facts.vocab_size)
     check_count("top_logprobs", request.top_logprobs, "max_top_logprobs", limit)
-    token_bytes = TOKEN_ANSWER_BYTES + request.top_logprobs * TOP_BYTES
+    asked = len(request.logprob_token_ids)
+    check_count("logprob_token_ids", asked, "the most that are read at a position", MOST_ASKED)
+    token_bytes = TOKEN_ANSWER_BYTES + request.top_logprobs * TOP_BYTES + asked * ASKED_BYTES
     step_bytes = sample_count(request) * token_bytes * facts.max_burst_steps
     allowed = limits.max_message_bytes
     check_count("n", step_bytes, "max_message_bytes, for the answer of one step", allowed)

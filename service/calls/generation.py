@@ -56,7 +56,8 @@ class GenerateEncoder:
         prompt = context.tokens
         room = _room(prompt, self._facts.context_tokens)
         seed = request.sampling.seed if request.sampling.HasField("seed") else entropy
-        first = _sampler(request, bias_ids, bias_values, banned_ids, allowed_ids)
+        asked_ids = decode_ids("logprob_token_ids", request.logprob_token_ids, vocab_size)
+        first = _sampler(request, bias_ids, bias_values, banned_ids, allowed_ids, asked_ids)
         samplers = tuple(
             replace(first, seed=child_seed(seed, sample)) for sample in range(sample_count(request))
         )
@@ -88,6 +89,7 @@ def _sampler(
     bias_values: Float32,
     banned_ids: Int32,
     allowed_ids: Int32,
+    logprob_ids: Int32,
 ) -> SamplerSpec:
     """Of all samples; each has a seed of its own."""
     sampling = request.sampling
@@ -108,6 +110,7 @@ def _sampler(
         presence_penalty=sampling.presence_penalty,
         frequency_penalty=sampling.frequency_penalty,
         allowed_ids=allowed_ids,
+        logprob_ids=logprob_ids,
     )
 
 

@@ -85,6 +85,13 @@ TopLogprobs = Annotated[
     ),
 ]
 
+LogprobToken = Annotated[
+    list[int] | None,
+    typer.Option(
+        metavar="ID", parser=whole_uint32, help="Also its log-probability at each position."
+    ),
+]
+
 
 def generate(
     prompt: Prompt = "",
@@ -105,6 +112,7 @@ def generate(
     ignore_eos: IgnoreEos = False,
     logprobs: Logprobs = False,
     top_logprobs: TopLogprobs = 0,
+    logprob_token: LogprobToken = None,
     priority: Priority = 0,
     kernel: Kernel = None,
     server: Server = SERVER,
@@ -141,6 +149,7 @@ def generate(
         ignore_eos=ignore_eos,
         logprobs=logprobs,
         top_logprobs=top_logprobs,
+        logprob_token_ids=logprob_token or (),
         priority=priority,
         kernel=kernel_value(kernel),
     )

@@ -11,6 +11,7 @@ class _Sample:
     token_ids: list[int] = field(default_factory=list[int])
     finish_reason: inference_pb2.FinishReason.ValueType = inference_pb2.FINISH_REASON_UNSPECIFIED
     logprobs: list[float] = field(default_factory=list[float])
+    asked_logprobs: list[float] = field(default_factory=list[float])
     top_logprobs: list[inference_pb2.TopLogprobs] = field(
         default_factory=list[inference_pb2.TopLogprobs]
     )
@@ -40,6 +41,8 @@ class JoinedSamples:
             sample.finish_reason = message.finish_reason[row]
             sample.logprobs += message.logprobs[start:stop]
             sample.top_logprobs += message.top_logprobs[start:stop]
+            asked = len(message.asked_logprobs) // max(1, len(message.token_ids))
+            sample.asked_logprobs += message.asked_logprobs[start * asked : stop * asked]
 
     def message(self) -> inference_pb2.GenerateResponse:
         joined = inference_pb2.GenerateResponse(request_id=self._last.request_id, token_offsets=[0])
@@ -51,6 +54,7 @@ class JoinedSamples:
             joined.finish_reason.append(sample.finish_reason)
             joined.logprobs.extend(sample.logprobs)
             joined.top_logprobs.extend(sample.top_logprobs)
+            joined.asked_logprobs.extend(sample.asked_logprobs)
         if self._last.HasField("usage"):
             joined.usage.CopyFrom(self._last.usage)
         if self._last.HasField("timing"):

@@ -95,6 +95,7 @@ class Generated:
     top: dict[int, list[dict[int, float]]] = field(
         default_factory=dict[int, list[dict[int, float]]]
     )
+    asked: dict[int, list[list[float]]] = field(default_factory=dict[int, list[list[float]]])
     usage: inference_pb2.Usage = field(default_factory=inference_pb2.Usage)
 
     def add(self, message: inference_pb2.GenerateResponse) -> None:
@@ -108,6 +109,9 @@ class Generated:
                 {token.token_id: token.logprob for token in top.tokens}
                 for top in message.top_logprobs[start:end]
             )
+            if message.asked_logprobs:
+                rows = np.array(message.asked_logprobs).reshape(len(message.token_ids), -1)
+                self.asked.setdefault(sample, []).extend(rows[start:end].tolist())
             if message.finish_reason[at]:
                 self.finish[sample] = message.finish_reason[at]
         if message.HasField("usage"):

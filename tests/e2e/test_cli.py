@@ -139,8 +139,8 @@ def test_generate_takes_penalties_and_allowed_tokens(run: Run, address: str) -> 
     words = ("generate", "--server", address, "--prompt", "once", "--temperature", 0, "--json")
     long = (*words, "--max-new-tokens", 30, "--ignore-eos")
     assert len(set(parsed(run(*long, "--frequency-penalty", 100))["token_ids"])) == 30
-    allowed = parsed(run(*long, "--allow-token", 70, "--allow-token", 75))["token_ids"]
-    assert set(allowed) <= {70, 75}
+    some = parsed(run(*long, "--allow-token", 70, "--n", 2, "--logprobs", "--logprob-token", 70))
+    assert set(some["token_ids"]) == {70} and some["asked_logprobs"] == some["logprobs"]
     assert run(*words, "--repetition-penalty", 0).returncode != 0
     assert parsed(run(*words, "--repetition-penalty", 1.5))["token_ids"]
 

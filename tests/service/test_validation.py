@@ -132,6 +132,8 @@ BAD_GENERATES: list[tuple[str, Change]] = [
     ("stop_token_ids", change("stop_token_ids", [VOCABULARY])),
     ("stop_token_ids", change("stop_token_ids", [-1])),
     ("top_logprobs", change("top_logprobs", 2)),
+    ("logprob_token_ids", change("logprob_token_ids", [0] * 129)),
+    ("logprob_token_ids", change("logprob_token_ids", [0, VOCABULARY])),
     ("sampling.temperature", change("sampling.temperature", float("nan"))),
     ("sampling.temperature", change("sampling.temperature", float("inf"))),
     ("sampling.temperature", change("sampling.temperature", -1.0)),

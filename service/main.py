@@ -50,6 +50,7 @@ from stemserve.service.workers.worker_supervisor import (
 
 TOKENIZER_THREADS = 2
 LONG_TEXT_THREADS = 1
+COMPILE_THREADS = 1
 SWITCH_INTERVAL_S = 0.001
 _DRAIN_POLL_S = 0.02
 
@@ -157,6 +158,7 @@ async def serve(
             tokenizer=tokenizer,
             executor=stack.enter_context(ThreadPoolExecutor(TOKENIZER_THREADS, "tokenizer")),
             long_executor=stack.enter_context(ThreadPoolExecutor(LONG_TEXT_THREADS, "long-text")),
+            compile_executor=stack.enter_context(ThreadPoolExecutor(COMPILE_THREADS, "compile")),
             limits=config.limits,
             metrics=core.metrics,
         )

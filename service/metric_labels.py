@@ -19,6 +19,7 @@ from stemserve.service.errors import (
 TTFT = (0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.15, 0.25, 0.5, 0.75, 1, 2.5, 5, 10, 20, 40)
 TPOT = (0.002, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.03, 0.04, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1)
 ITEM = (0.0001, 0.00025, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.25, 0.5, 1)
+COMPILE = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5)
 QUEUE = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30)
 STEP = (0.0005, 0.001, 0.002, 0.004, 0.006, 0.008, 0.01, 0.015, 0.02, 0.03, 0.05, 0.1, 0.2, 0.5, 1)
 RPC = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.2, 0.3, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
@@ -52,6 +53,7 @@ REJECTIONS: Mapping[type[RequestError], str] = {
     DeadlinePassed: "deadline",
     NotReady: "draining",
 }
+CONSTRAINTS = ("choice", "regex", "json_schema", "grammar")
 SCORE_MODES = ("label_probabilities", "log_likelihood", "classification")
 PREFILL_PATHS = ("naive", "split", "ragged", "cascade", "multi_item", "custom_mask", "codec")
 DECODE_PATHS = ("paged", "cascade", "codec")

@@ -12,6 +12,8 @@ from stemserve.service.errors import RequestError
 from stemserve.service.metric_labels import (
     AUTH_FAILURES,
     CODES,
+    COMPILE,
+    CONSTRAINTS,
     COUNT,
     FALLBACK,
     INFO_METHODS,
@@ -86,6 +88,12 @@ class Metrics:
         if gaps:
             steps = sum(steps for _, steps in gaps)
             self._tpot.observe(sum(seconds for seconds, _ in gaps) / steps)
+
+    def constraint_looked_up(self, kind: str, *, found: bool) -> None:
+        self._constraints.labels(kind, "hit" if found else "miss").inc()
+
+    def constraint_compiled(self, kind: str, outcome: str, seconds: float) -> None:
+        self._compile.labels(kind, outcome).observe(seconds)
 
     def used(self, usage: JobUsage, *, looked_up_tokens: int) -> None:
         self._prompt_tokens.labels("computed").inc(usage.computed_tokens)
@@ -210,6 +218,16 @@ class Metrics:
         self._hit_tokens = self._counter("prefix_hit_tokens", "of them found", tier=("hbm",))
 
     def _make_step_instruments(self) -> None:
+        self._constraints = self._counter(
+            "constraints", "looked up in the cache", kind=CONSTRAINTS, cache=("hit", "miss")
+        )
+        self._compile = self._histogram(
+            "constraint_compile_seconds",
+            "to compile a constraint, in its thread",
+            COMPILE,
+            kind=CONSTRAINTS,
+            outcome=("compiled", "refused"),
+        )
         self._selected = self._choice_counter(
             "kernel_selected", "kernel path choices", reason=REASONS
         )

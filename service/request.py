@@ -2,10 +2,13 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
+
+if TYPE_CHECKING:
+    from stemserve.service.constraints.constraint import Constraint
 
 Int32 = NDArray[np.int32]
 Float32 = NDArray[np.float32]
@@ -102,6 +105,7 @@ class GenerateJob:
     trunk: Trunk = NO_TRUNK
     tenant: str = ""
     kernel: int = 0
+    constraint: "Constraint | None" = None  # of each sample's output
 
     @property
     def realm(self) -> Realm:
@@ -168,6 +172,7 @@ class ScorePart:
 class StopCause:
     STOP_ID = "stop"
     LENGTH = "length"
+    COMPLETE = "complete"  # the constraint leaves nothing that could follow
 
 
 class TopTokens(NamedTuple):

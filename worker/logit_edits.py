@@ -10,7 +10,7 @@ from torch import Tensor
 from stemserve.kernels.host_array import device_tensor, index_tensor
 from stemserve.kernels.layout import Int32
 from stemserve.worker.penalties import Penalties
-from stemserve.worker.sampler_params import SamplerParams
+from stemserve.worker.sampler_params import SamplerParams, TokenMask
 
 
 class LogitEdits:
@@ -21,6 +21,8 @@ class LogitEdits:
         self._params: dict[int, SamplerParams] = {}  # of slots with edits
         self._always = np.zeros(slots, np.bool_)
         self._until = np.zeros(slots, np.int32)  # the index from which on no more is banned
+        self._masks: dict[int, TokenMask] = {}  # by slot, of this step
+        self._is_masked = np.zeros(slots, np.bool_)
 
     def admit(self, params: SamplerParams) -> None:
         slot = params.slot
@@ -33,8 +35,14 @@ class LogitEdits:
             self._params[slot] = params
         self.penalties.admit(params)
 
+    def mask(self, masks: Sequence[TokenMask]) -> None:
+        """Masks of one step, instead of those of the one before."""
+        self._is_masked[list(self._masks)] = False
+        self._masks = {mask.slot: mask for mask in masks}
+        self._is_masked[list(self._masks)] = True
+
     def any(self, slots: Int32, index: Int32) -> NDArray[np.bool_]:  # [samples]
-        return self._edits(slots, index) | self.penalties.any(slots)
+        return self._edits(slots, index) | self._is_masked[slots] | self.penalties.any(slots)
 
     def applied(
         self,
@@ -46,6 +54,9 @@ class LogitEdits:
         if not self.any(slots, index).any():
             return logits
         logits = logits.clone()
+        masked = np.flatnonzero(self._is_masked[slots]).tolist()
+        if masked:
+            self._keep_allowed(logits, masked, slots)
         rows = np.flatnonzero(self._edits(slots, index)).tolist()
         edits = [(row, self._params[int(slots[row])]) for row in rows]
         biased = [(row, params.bias_ids) for row, params in edits if len(params.bias_ids)]
@@ -69,6 +80,15 @@ class LogitEdits:
 
     def _edits(self, slots: Int32, index: Int32) -> NDArray[np.bool_]:  # [samples]
         return self._always[slots] | (index < self._until[slots])
+
+    def _keep_allowed(self, logits: Tensor, rows: list[int], slots: Int32) -> None:
+        """In place."""
+        bits = np.stack([self._masks[int(slots[row])].allowed for row in rows])
+        packed = device_tensor(bits, logits.device)
+        places = torch.arange(8, dtype=torch.uint8, device=logits.device)
+        allowed = (packed[:, :, None] >> places & 1).flatten(1)[:, : logits.shape[1]].bool()
+        at = device_tensor(np.asarray(rows, np.int64), logits.device)
+        logits[at] = torch.where(allowed, logits[at], -torch.inf)
 
 
 def _keep(logits: Tensor, allowed: Sequence[tuple[int, Int32]]) -> None:

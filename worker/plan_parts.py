@@ -89,6 +89,7 @@ def part_plan(plan: worker_pb2.StepPlan, step: Step, part: Part) -> worker_pb2.S
         sample_slots=encode_int32(slots),
         sample_index=encode_int32(step.samples.index[reads.samples]),
         samplers=[sampler for sampler in plan.samplers if sampler.slot not in foreign],
+        masks=[mask for mask in plan.masks if mask.slot not in foreign],
         repeat=plan.repeat,
         row_steps=encode_int32(step.row_steps[rows]) if len(step.row_steps) else b"",
     )

@@ -82,6 +82,7 @@ class ModelRunner:
             run = partial(self._run_each, first=self._attention(step.at(0)))
         self._pool.copy(step.copies)
         self._sampler.admit(step.samplers)
+        self._sampler.mask(step.masks)
         began = self._clock.begin() if self.uses_gpu else None
         ran = run(step)
         span = None if began is None else self._clock.end(began)

@@ -1,6 +1,6 @@
 """The next tokens: drawn from logits as each slot's parameters say."""
 
-from collections.abc import Generator, Iterable
+from collections.abc import Generator, Iterable, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
@@ -22,7 +22,7 @@ from stemserve.worker.blobs import BadPlan
 from stemserve.worker.host_draw import draw_on_host
 from stemserve.worker.logit_edits import LogitEdits
 from stemserve.worker.read_tokens import ReadTokens
-from stemserve.worker.sampler_params import SamplerParams
+from stemserve.worker.sampler_params import SamplerParams, TokenMask
 from stemserve.worker.step import Samples, Step
 from stemserve.worker.transfer import to_host
 
@@ -85,6 +85,10 @@ class Sampler:
             self._edits.admit(params)
             self._read.admit(params)
         self.tables.admit(slots, self._params[slots])
+
+    def mask(self, masks: Sequence[TokenMask]) -> None:
+        """What may be drawn in the next step; those of the step before are gone."""
+        self._edits.mask(masks)
 
     @contextmanager
     def kept_on_error(self, samples: Samples) -> Generator[None]:

@@ -12,6 +12,7 @@ from stemserve.worker.blobs import BadPlan, decode_float32, decode_int32
 from stemserve.worker.step_checks import check_range
 
 Float32 = NDArray[np.float32]
+UInt8 = NDArray[np.uint8]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,6 +40,22 @@ class SamplerParams:
     @property
     def has_penalties(self) -> bool:
         return (self.repetition_penalty, self.presence_penalty, self.frequency_penalty) != (1, 0, 0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenMask:
+    """Tokens that may be drawn into a slot, in one step."""
+
+    slot: int
+    allowed: UInt8  # [ceil(vocab / 8)] bits, the lowest first
+
+
+def decode_mask(message: worker_pb2.TokenMask, *, vocab_size: int) -> TokenMask:
+    """Raises BadPlan."""
+    allowed = np.frombuffer(message.allowed, np.uint8)
+    if len(allowed) != -(-vocab_size // 8):
+        raise BadPlan(f"mask of slot {message.slot}: {len(allowed)} bytes for {vocab_size} tokens")
+    return TokenMask(slot=message.slot, allowed=allowed)
 
 
 def decode_sampler(message: worker_pb2.Sampler, *, slots: int, vocab_size: int) -> SamplerParams:

@@ -15,7 +15,7 @@ from stemserve.worker.burst import (
     longest_layout,
     tokens_ahead,
 )
-from stemserve.worker.sampler_params import SamplerParams, decode_sampler
+from stemserve.worker.sampler_params import SamplerParams, TokenMask, decode_mask, decode_sampler
 from stemserve.worker.step_checks import (
     StepLimits,
     check_forest,
@@ -70,6 +70,7 @@ class Step:
     classify_rows: Int32  # [classified]
     samples: Samples
     samplers: tuple[SamplerParams, ...]
+    masks: tuple[TokenMask, ...]  # of some of the samples; a burst has none
     repeat: int  # 1: no burst
     row_steps: Int32  # [rows] of a burst: sub-steps in which each row counts; else empty
 
@@ -126,6 +127,7 @@ def decode_step(plan: worker_pb2.StepPlan, limits: StepLimits) -> Step:
         classify_rows=_decode_classify_rows(plan.classify_rows, limits, rows),
         samples=_decode_samples(plan, limits, rows),
         samplers=_decode_samplers(plan, limits),
+        masks=_decode_masks(plan, limits),
         repeat=repeat,
         row_steps=row_steps,
     )
@@ -157,14 +159,19 @@ def _check_segment_rows(layout: AttentionLayout, rows: int) -> None:
 
 
 def _check_places(step: Step, limits: StepLimits) -> None:
-    """Where rows are in their chains; what a burst may read."""
+    """Where rows are in their chains; what a burst may read; whose masks there are."""
     if step.repeat == 1:
+        masked = np.asarray([mask.slot for mask in step.masks], np.int64)
+        if not np.isin(masked, step.samples.slots).all():
+            raise BadPlan("masks: a slot is not sampled in this step")
         check_layout_rows(step.layout, step.positions, step.kv_slots)
         return
     check_burst_rows(step.layout, step.positions, step.kv_slots, step.row_steps)
     check_range("positions", step.positions + step.row_steps - 1, 0, limits.context_tokens)
     if len(step.gathers.rows) or len(step.classify_rows):
         raise BadPlan("gather_rows and classify_rows: a burst reads nothing but its samples")
+    if step.masks:
+        raise BadPlan("masks: a burst has none")
     if not np.array_equal(step.samples.rows, np.arange(step.num_rows)):
         raise BadPlan("sample_rows: a burst samples every row once, in order")
 
@@ -258,3 +265,9 @@ def _decode_samplers(plan: worker_pb2.StepPlan, limits: StepLimits) -> tuple[Sam
     )
     check_unique("samplers: slots", np.asarray([s.slot for s in samplers], np.int32))
     return samplers
+
+
+def _decode_masks(plan: worker_pb2.StepPlan, limits: StepLimits) -> tuple[TokenMask, ...]:
+    masks = tuple(decode_mask(message, vocab_size=limits.vocab_size) for message in plan.masks)
+    check_unique("masks: slots", np.asarray([mask.slot for mask in masks], np.int32))
+    return masks

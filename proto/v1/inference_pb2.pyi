@@ -620,6 +620,10 @@ class GenerateRequest(google.protobuf.message.Message):
     PRIORITY_FIELD_NUMBER: builtins.int
     KERNEL_FIELD_NUMBER: builtins.int
     LOGPROB_TOKEN_IDS_FIELD_NUMBER: builtins.int
+    CHOICE_FIELD_NUMBER: builtins.int
+    REGEX_FIELD_NUMBER: builtins.int
+    JSON_SCHEMA_FIELD_NUMBER: builtins.int
+    GRAMMAR_FIELD_NUMBER: builtins.int
     request_id: builtins.str
     n: builtins.int
     """samples; absent: 1"""
@@ -634,6 +638,12 @@ class GenerateRequest(google.protobuf.message.Message):
     priority: builtins.int
     """higher first"""
     kernel: Global___Kernel.ValueType
+    regex: builtins.str
+    """of the whole output; syntax of Rust's regex, without look-around and anchors"""
+    json_schema: builtins.str
+    """JSON text; "{}": any JSON value. Written on one line, with ", " and ": " """
+    grammar: builtins.str
+    """Lark, as llguidance reads it, with the rule `start`"""
     @property
     def prompt(self) -> Global___Context: ...
     @property
@@ -648,6 +658,8 @@ class GenerateRequest(google.protobuf.message.Message):
     def logprob_token_ids(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
         """Also return the raw log-probabilities of these tokens at each position; at most 128."""
 
+    @property
+    def choice(self) -> Global___Choices: ...
     def __init__(
         self,
         *,
@@ -665,15 +677,39 @@ class GenerateRequest(google.protobuf.message.Message):
         priority: builtins.int = ...,
         kernel: Global___Kernel.ValueType = ...,
         logprob_token_ids: collections.abc.Iterable[builtins.int] | None = ...,
+        choice: Global___Choices | None = ...,
+        regex: builtins.str = ...,
+        json_schema: builtins.str = ...,
+        grammar: builtins.str = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["_max_new_tokens", b"_max_new_tokens", "_n", b"_n", "max_new_tokens", b"max_new_tokens", "n", b"n", "prompt", b"prompt", "sampling", b"sampling"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_max_new_tokens", b"_max_new_tokens", "_n", b"_n", "ignore_eos", b"ignore_eos", "kernel", b"kernel", "logprob_token_ids", b"logprob_token_ids", "logprobs", b"logprobs", "max_new_tokens", b"max_new_tokens", "min_new_tokens", b"min_new_tokens", "n", b"n", "priority", b"priority", "prompt", b"prompt", "request_id", b"request_id", "sampling", b"sampling", "stop", b"stop", "stop_token_ids", b"stop_token_ids", "top_logprobs", b"top_logprobs"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["_max_new_tokens", b"_max_new_tokens", "_n", b"_n", "choice", b"choice", "constraint", b"constraint", "grammar", b"grammar", "json_schema", b"json_schema", "max_new_tokens", b"max_new_tokens", "n", b"n", "prompt", b"prompt", "regex", b"regex", "sampling", b"sampling"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_max_new_tokens", b"_max_new_tokens", "_n", b"_n", "choice", b"choice", "constraint", b"constraint", "grammar", b"grammar", "ignore_eos", b"ignore_eos", "json_schema", b"json_schema", "kernel", b"kernel", "logprob_token_ids", b"logprob_token_ids", "logprobs", b"logprobs", "max_new_tokens", b"max_new_tokens", "min_new_tokens", b"min_new_tokens", "n", b"n", "priority", b"priority", "prompt", b"prompt", "regex", b"regex", "request_id", b"request_id", "sampling", b"sampling", "stop", b"stop", "stop_token_ids", b"stop_token_ids", "top_logprobs", b"top_logprobs"]) -> None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_max_new_tokens", b"_max_new_tokens"]) -> typing.Literal["max_new_tokens"] | None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_n", b"_n"]) -> typing.Literal["n"] | None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["constraint", b"constraint"]) -> typing.Literal["choice", "regex", "json_schema", "grammar"] | None: ...
 
 Global___GenerateRequest: typing_extensions.TypeAlias = GenerateRequest
+
+@typing.final
+class Choices(google.protobuf.message.Message):
+    """Texts one of which the whole output is."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    TEXTS_FIELD_NUMBER: builtins.int
+    @property
+    def texts(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]: ...
+    def __init__(
+        self,
+        *,
+        texts: collections.abc.Iterable[builtins.str] | None = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["texts", b"texts"]) -> None: ...
+
+Global___Choices: typing_extensions.TypeAlias = Choices
 
 @typing.final
 class TokenLogprob(google.protobuf.message.Message):

@@ -174,6 +174,7 @@ class StepPlan(google.protobuf.message.Message):
     SAMPLERS_FIELD_NUMBER: builtins.int
     REPEAT_FIELD_NUMBER: builtins.int
     ROW_STEPS_FIELD_NUMBER: builtins.int
+    MASKS_FIELD_NUMBER: builtins.int
     step_id: builtins.int
     token_ids: builtins.bytes
     """[rows] token id, or -1 - slot for the token last sampled into that slot."""
@@ -225,6 +226,10 @@ class StepPlan(google.protobuf.message.Message):
     def samplers(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___Sampler]:
         """slots that start with this step"""
 
+    @property
+    def masks(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___TokenMask]:
+        """of some of the sampled slots, for this step only; not in a burst"""
+
     def __init__(
         self,
         *,
@@ -251,10 +256,32 @@ class StepPlan(google.protobuf.message.Message):
         samplers: collections.abc.Iterable[Global___Sampler] | None = ...,
         repeat: builtins.int = ...,
         row_steps: builtins.bytes = ...,
+        masks: collections.abc.Iterable[Global___TokenMask] | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["classify_rows", b"classify_rows", "copies", b"copies", "gather_ids", b"gather_ids", "gather_indptr", b"gather_indptr", "gather_rows", b"gather_rows", "kv_slots", b"kv_slots", "node_page_indptr", b"node_page_indptr", "node_pages", b"node_pages", "node_parent", b"node_parent", "node_tokens", b"node_tokens", "positions", b"positions", "repeat", b"repeat", "row_steps", b"row_steps", "sample_index", b"sample_index", "sample_rows", b"sample_rows", "sample_slots", b"sample_slots", "samplers", b"samplers", "segment_indptr", b"segment_indptr", "segment_kernel", b"segment_kernel", "segment_kind", b"segment_kind", "segment_node", b"segment_node", "step_id", b"step_id", "token_ids", b"token_ids"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["classify_rows", b"classify_rows", "copies", b"copies", "gather_ids", b"gather_ids", "gather_indptr", b"gather_indptr", "gather_rows", b"gather_rows", "kv_slots", b"kv_slots", "masks", b"masks", "node_page_indptr", b"node_page_indptr", "node_pages", b"node_pages", "node_parent", b"node_parent", "node_tokens", b"node_tokens", "positions", b"positions", "repeat", b"repeat", "row_steps", b"row_steps", "sample_index", b"sample_index", "sample_rows", b"sample_rows", "sample_slots", b"sample_slots", "samplers", b"samplers", "segment_indptr", b"segment_indptr", "segment_kernel", b"segment_kernel", "segment_kind", b"segment_kind", "segment_node", b"segment_node", "step_id", b"step_id", "token_ids", b"token_ids"]) -> None: ...
 
 Global___StepPlan: typing_extensions.TypeAlias = StepPlan
+
+@typing.final
+class TokenMask(google.protobuf.message.Message):
+    """Which tokens may be drawn: the others have no probability, before temperature and truncation."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    SLOT_FIELD_NUMBER: builtins.int
+    ALLOWED_FIELD_NUMBER: builtins.int
+    slot: builtins.int
+    allowed: builtins.bytes
+    """a bit a token of the vocabulary, lowest bit first"""
+    def __init__(
+        self,
+        *,
+        slot: builtins.int = ...,
+        allowed: builtins.bytes = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["allowed", b"allowed", "slot", b"slot"]) -> None: ...
+
+Global___TokenMask: typing_extensions.TypeAlias = TokenMask
 
 @typing.final
 class Sampler(google.protobuf.message.Message):

@@ -31,6 +31,7 @@ from stemserve.service.batching.step_planner import StepPlanner
 from stemserve.service.errors import EngineFault, InvalidRequest, NeverFits, RequestError
 from stemserve.service.request import (
     Event,
+    GenerateJob,
     Int32,
     Job,
     Load,
@@ -166,6 +167,8 @@ class Batcher:
         thread: they share nothing with this batcher."""
         alone = Batcher(self._facts, self._limits, clock=self._clock)
         cached = copy_residents(job, self._cache, alone._cache)
+        if isinstance(job, GenerateJob):
+            job = replace(job, constraint=None)  # it changes what is drawn, not what is planned
         alone.submit(replace(job, deadline=None))
         return explain_steps(
             job,

@@ -1,5 +1,6 @@
 """How far a Generate job has come: its prompt once, then a row a step for each sample."""
 
+from stemserve.service.batching.guide import Guide
 from stemserve.service.batching.job_progress import JobProgress, Ticket
 from stemserve.service.batching.kv_cache import KvCache
 from stemserve.service.batching.prefix_forest import StoredChain
@@ -17,6 +18,7 @@ from stemserve.service.request import (
     GenerateJob,
     JobFailed,
     JobUsage,
+    SamplerSpec,
     SampleTokens,
 )
 
@@ -31,10 +33,15 @@ def generate_pages(job: GenerateJob, page_size: int) -> int:
     return max(prompt_pages, shared + len(job.samplers) * (whole - shared))
 
 
+def job_guide(job: GenerateJob, spec: SamplerSpec) -> Guide | None:
+    return None if job.constraint is None else Guide(job.constraint, spec, job.stop_ids)
+
+
 class GenerateProgress(JobProgress):
     def __init__(
         self, job: GenerateJob, ticket: Ticket, *, cache: KvCache, slots: SamplerSlots
     ) -> None:
+        """Raises InvalidRequest where the job's constraint leaves no first token."""
         super().__init__(job, ticket)
         self.is_yielding = False  # gives its pages up when its rows in flight are answered
         self.lacks_pages = False  # it could not go on for want of pages
@@ -42,7 +49,10 @@ class GenerateProgress(JobProgress):
         self._cache = cache
         self._slots = slots
         self._prompt_is_planned = False  # computed, and its last row read, by issued steps
-        self._samples = [Sample(index=i, spec=spec) for i, spec in enumerate(job.samplers)]
+        self._samples = [
+            Sample(index=i, spec=spec, guide=job_guide(job, spec))
+            for i, spec in enumerate(job.samplers)
+        ]
         self._pages = SamplePages(job, self._samples, cache)
         self._draws: dict[int, list[Draw]] = {}  # by step
         self._counted_tokens = 0  # of the prompt: leading tokens that usage has counted
@@ -69,6 +79,11 @@ class GenerateProgress(JobProgress):
     def is_decoding(self) -> bool:
         """Its samples may have decode rows."""
         return self._prompt_is_planned and not self.is_yielding
+
+    @property
+    def is_guided(self) -> bool:
+        """It cannot take part in a burst: what it may draw depends on the token before."""
+        return self._job.constraint is not None
 
     def missing_pages(self, steps: int) -> int:
         """Pages that its samples lack for so many rows more, or as many as they have left."""
@@ -135,7 +150,9 @@ class GenerateProgress(JobProgress):
                 if count:
                     news.append(taken)
                     self.output_tokens += count
-                if sample.has_ended:
+                if sample.guide is not None and sample.guide.fault is not None:
+                    failure = JobFailed(request_id=self.request_id, error=sample.guide.fault)
+                elif sample.has_ended:
                     self.num_live -= 1
                 elif count < draw.steps:
                     failure = self._failure(sample, draw.node)
@@ -235,6 +252,7 @@ class GenerateProgress(JobProgress):
         """Its next row is a decode row."""
         return (
             not sample.has_ended
+            and (sample.guide is None or not sample.pending)
             and 0 < drawn < self._job.max_new_tokens
             and sample.stored == len(self._job.prompt) + drawn - 1
         )
@@ -268,6 +286,8 @@ class GenerateProgress(JobProgress):
             step.readouts.add_sampler(sampler_message(sample, self._job))
             sample.is_announced = True
         at = step.readouts.add_sample(row, sample.slot, len(sample.tokens) + sample.pending)
+        if sample.guide is not None:
+            step.readouts.add_mask(sample.slot, sample.guide.mask)
         sample.pending += steps
         return Draw(sample, at, steps, node)
 

@@ -6,6 +6,7 @@ from typing import NamedTuple
 import numpy as np
 
 from stemserve.proto.v1 import worker_pb2
+from stemserve.service.batching.guide import Guide
 from stemserve.service.batching.plan_arrays import pack_float32, pack_int32
 from stemserve.service.batching.prefix_tree import PageNode
 from stemserve.service.batching.sequence import Branch
@@ -17,6 +18,7 @@ from stemserve.service.request import GenerateJob, Int32, SamplerSpec, SampleTok
 class Sample:
     index: int
     spec: SamplerSpec
+    guide: Guide | None = None  # under a constraint: then one step at a time draws for it
     slot: int = -1  # the worker's; -1: none
     is_announced: bool = False  # the worker has the slot's parameters
     tokens: list[int] = field(default_factory=list[int])  # generated, known
@@ -40,6 +42,10 @@ class Sample:
         elif len(self.tokens) + good == job.max_new_tokens:
             finish = StopCause.LENGTH
         self.tokens += ids
+        if self.guide is not None and ids and finish is not StopCause.STOP_ID:
+            count, is_last = len(self.tokens), finish is not None
+            if self.guide.take(ids[-1], generated=count, is_last=is_last):
+                finish = StopCause.COMPLETE
         self.has_ended = finish is not None
         tops = [drawn.tops(draw.at, number) for number in range(len(ids) * drawn.has_tops)]
         return SampleTokens(self.index, ids, logprobs[: len(ids)], tops, finish)

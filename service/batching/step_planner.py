@@ -148,6 +148,8 @@ class StepPlanner:
         if not self._burst.is_possible or self._others_wait():
             return 1
         decoding = [job for job in self._generations() if job.is_decoding]
+        if any(job.is_guided for job in decoding):
+            return 1
         rows = sum(job.num_live for job in decoding)
         steps, room = self._burst.steps(rows), self._cache.available_pages
         while steps > 1 and not self._fits(decoding, steps, rows, room):

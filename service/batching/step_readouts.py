@@ -1,6 +1,7 @@
 """What a step reads out of its rows: gathered log-probabilities, class scores, samples."""
 
 import numpy as np
+from numpy.typing import NDArray
 
 from stemserve.proto.v1 import worker_pb2
 from stemserve.service.batching.plan_arrays import indptr_of, join_int32, pack_int32
@@ -21,6 +22,7 @@ class StepReadouts:
         self._sample_slots: list[int] = []
         self._sample_index: list[int] = []
         self._samplers: list[worker_pb2.Sampler] = []
+        self._masks: list[worker_pb2.TokenMask] = []
 
     def add_gathers(self, rows: Int32, lengths: Int32, ids: Int32) -> None:
         """Read lengths[i] of the ids at rows[i]."""
@@ -45,6 +47,10 @@ class StepReadouts:
         self._samplers.append(sampler)
         self.sampler_bytes += sampler.ByteSize()
 
+    def add_mask(self, slot: int, allowed: NDArray[np.uint8]) -> None:
+        """The sample of the slot is one of these tokens: a bit each, the lowest first."""
+        self._masks.append(worker_pb2.TokenMask(slot=slot, allowed=allowed.tobytes()))
+
     @property
     def gather_rows(self) -> Int32:
         return join_int32(self._gather_rows)
@@ -66,3 +72,4 @@ class StepReadouts:
         plan.sample_slots = pack_int32(self._sample_slots)
         plan.sample_index = pack_int32(self._sample_index)
         plan.samplers.extend(self._samplers)
+        plan.masks.extend(self._masks)

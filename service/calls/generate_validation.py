@@ -38,6 +38,7 @@ def check_generate(
     _check_ids(request, facts)
     _check_stops(request, limits)
     _check_sampling(request.sampling)
+    _check_constraint(request, limits)
 
 
 def new_tokens(request: inference_pb2.GenerateRequest) -> int:
@@ -124,3 +125,23 @@ def _check_penalties(sampling: inference_pb2.SamplingParams) -> None:
                 f"sampling.{name}",
                 f"{penalty} is not between {-MOST_PENALTY:g} and {MOST_PENALTY:g}",
             )
+
+
+def _check_constraint(request: inference_pb2.GenerateRequest, limits: Limits) -> None:
+    kind = request.WhichOneof("constraint")
+    if kind is None:
+        return
+    if request.ignore_eos:
+        raise InvalidRequest("ignore_eos", f"not together with {kind}, whose end is an EOS")
+    limit, name = limits.max_constraint_characters, "max_constraint_characters"
+    if kind != "choice":
+        text: str = getattr(request, kind)
+        if not text:
+            raise InvalidRequest(kind, "is empty")
+        check_count(kind, len(text), name, limit)
+        return
+    texts = request.choice.texts
+    if not texts or not all(texts):
+        raise InvalidRequest("choice", "needs texts, none of them empty")
+    check_count("choice", len(texts), "max_choices", limits.max_choices)
+    check_count("choice", sum(map(len, texts)), name, limit)

@@ -1,5 +1,6 @@
 """Turn a Generate request into a job for the engine."""
 
+import json
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -11,6 +12,8 @@ from stemserve.service.calls.context_encoder import ContextEncoder
 from stemserve.service.calls.generate_validation import check_generate, new_tokens, sample_count
 from stemserve.service.calls.validation import check_priority
 from stemserve.service.calls.wire_tokens import NO_IDS, decode_ids
+from stemserve.service.constraints.compiler import ConstraintCompiler
+from stemserve.service.constraints.grammar import Source
 from stemserve.service.errors import InvalidRequest
 from stemserve.service.limits import Limits
 from stemserve.service.request import Float32, GenerateJob, Int32, SamplerSpec, WorkerFacts
@@ -26,11 +29,13 @@ class GenerateEncoder:
         eos_ids: frozenset[int],
         limits: Limits,
         facts: WorkerFacts,
+        constraints: ConstraintCompiler,
     ) -> None:
         self._contexts = contexts
         self._eos_ids = eos_ids
         self._limits = limits
         self._facts = facts
+        self._constraints = constraints
 
     async def encode(
         self,
@@ -54,6 +59,8 @@ class GenerateEncoder:
             _check_choice(allowed_ids, banned_ids, ends, vocab_size)
         (context,) = await self._contexts.encode("prompt", [request.prompt], caller)
         prompt = context.tokens
+        source = _source(request)
+        constraint = None if source is None else await self._constraints.compiled(source)
         room = _room(prompt, self._facts.context_tokens)
         seed = request.sampling.seed if request.sampling.HasField("seed") else entropy
         asked_ids = decode_ids("logprob_token_ids", request.logprob_token_ids, vocab_size)
@@ -72,6 +79,7 @@ class GenerateEncoder:
             trunk=context.trunk,
             tenant=caller.tenant,
             kernel=request.kernel,
+            constraint=constraint,
         )
 
 
@@ -112,6 +120,15 @@ def _sampler(
         allowed_ids=allowed_ids,
         logprob_ids=logprob_ids,
     )
+
+
+def _source(request: inference_pb2.GenerateRequest) -> Source | None:
+    kind = request.WhichOneof("constraint")
+    if kind is None:
+        return None
+    if kind == "choice":
+        return Source("choice", json.dumps(sorted(set(request.choice.texts))))
+    return Source(kind, getattr(request, kind))
 
 
 def _bias(sampling: inference_pb2.SamplingParams, vocab_size: int) -> tuple[Int32, Float32]:

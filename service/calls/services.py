@@ -28,6 +28,7 @@ from stemserve.service.calls.prefix_registry import PrefixRegistry, RegistryBoun
 from stemserve.service.calls.prefixes_servicer import PrefixesServicer
 from stemserve.service.calls.score_encoder import ScoreEncoder
 from stemserve.service.calls.score_runner import ScoreRunner
+from stemserve.service.constraints.compiler import ConstraintCompiler
 from stemserve.service.engine import Engine
 from stemserve.service.limits import Limits
 from stemserve.service.metrics import Metrics
@@ -62,6 +63,7 @@ class Services:
         tokenizer: Tokenizer,
         executor: ThreadPoolExecutor,
         long_executor: ThreadPoolExecutor,
+        compile_executor: ThreadPoolExecutor,
         limits: Limits,
         metrics: Metrics,
     ) -> None:
@@ -77,8 +79,15 @@ class Services:
         pool = TokenizerPool(tokenizer, executor, long_executor=long_executor, admit=admit)
         contexts = ContextEncoder(pool, registry, vocab_size=facts.vocab_size, limits=limits)
         score = ScoreRunner(ScoreEncoder(contexts, pool, limits, facts), engine, metrics)
+        constraints = ConstraintCompiler(
+            tokenizer,
+            compile_executor,
+            metrics,
+            vocab_size=facts.vocab_size,
+            max_compile_ms=limits.max_compile_ms,
+        )
         generate = GenerateRunner(
-            GenerateEncoder(contexts, tokenizer.eos_ids, limits, facts),
+            GenerateEncoder(contexts, tokenizer.eos_ids, limits, facts, constraints),
             tokenizer,
             engine,
             metrics,

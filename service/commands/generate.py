@@ -1,6 +1,8 @@
 """The command that generates text."""
 
 import json
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -84,6 +86,21 @@ TopLogprobs = Annotated[
         metavar="N", parser=whole_uint32, help="Also the N likeliest tokens at each position."
     ),
 ]
+Choice = Annotated[
+    list[str] | None,
+    typer.Option("--choice", metavar="TEXT", help="Generate one of these texts; given often."),
+]
+Regex = Annotated[
+    str | None, typer.Option(metavar="PATTERN", help="Generate a text that the pattern matches.")
+]
+JsonSchema = Annotated[
+    Path | None,
+    typer.Option(exists=True, dir_okay=False, help="Generate JSON of this file's schema."),
+]
+Grammar = Annotated[
+    Path | None,
+    typer.Option(exists=True, dir_okay=False, help="Generate a text of this file's Lark grammar."),
+]
 
 LogprobToken = Annotated[
     list[int] | None,
@@ -113,6 +130,10 @@ def generate(
     logprobs: Logprobs = False,
     top_logprobs: TopLogprobs = 0,
     logprob_token: LogprobToken = None,
+    choice: Choice = None,
+    regex: Regex = None,
+    json_schema: JsonSchema = None,
+    grammar: Grammar = None,
     priority: Priority = 0,
     kernel: Kernel = None,
     server: Server = SERVER,
@@ -128,6 +149,7 @@ def generate(
     Examples:
       stemserve generate --prompt "Once upon a time" --max-new-tokens 40
       stemserve generate --prompt "The capital of France is" --temperature 0 --json
+      stemserve generate --prompt "Is fire hot? " --choice yes --choice no
     """
     request = inference_pb2.GenerateRequest(
         prompt=inference_pb2.Context(prefix_id=prefix_id, text=prompt),
@@ -153,7 +175,27 @@ def generate(
         priority=priority,
         kernel=kernel_value(kernel),
     )
+    _constrain(request, choice or (), regex, json_schema, grammar)
     call(server, lambda channel: _generate(channel, request, timeout, as_json))
+
+
+def _constrain(
+    request: inference_pb2.GenerateRequest,
+    choice: Sequence[str],
+    regex: str | None,
+    json_schema: Path | None,
+    grammar: Path | None,
+) -> None:
+    if sum((bool(choice), regex is not None, bool(json_schema), bool(grammar))) > 1:
+        raise typer.BadParameter("give one of --choice, --regex, --json-schema and --grammar")
+    if choice:
+        request.choice.texts.extend(choice)
+    if regex is not None:
+        request.regex = regex
+    if json_schema is not None:
+        request.json_schema = json_schema.read_text("utf-8")
+    if grammar is not None:
+        request.grammar = grammar.read_text("utf-8")
 
 
 async def _generate(

@@ -42,9 +42,7 @@ class SampleText:
         if finish is None:
             return self._detokenizer.feed(ids)
         by_id = finish == StopCause.STOP_ID
-        self.finish = (
-            inference_pb2.FINISH_REASON_STOP if by_id else inference_pb2.FINISH_REASON_LENGTH
-        )
+        self.finish = _reason(finish)
         return self._detokenizer.feed(ids[:-1] if by_id else ids) + self._detokenizer.flush()
 
     def _feed_one(self, token_id: int, finish: str | None) -> str:
@@ -58,5 +56,11 @@ class SampleText:
         if self._matcher.matched or by_id:
             self.finish = inference_pb2.FINISH_REASON_STOP
         elif finish is not None:
-            self.finish = inference_pb2.FINISH_REASON_LENGTH
+            self.finish = _reason(finish)
         return text + self._matcher.flush() if self.finish else text
+
+
+def _reason(finish: str) -> inference_pb2.FinishReason.ValueType:
+    if finish == StopCause.LENGTH:
+        return inference_pb2.FINISH_REASON_LENGTH
+    return inference_pb2.FINISH_REASON_STOP

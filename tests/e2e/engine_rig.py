@@ -22,6 +22,7 @@ from stemserve.service.calls.generation import GenerateEncoder
 from stemserve.service.calls.prefix_registry import PrefixRegistry, RegistryBounds
 from stemserve.service.calls.score_encoder import ScoreEncoder
 from stemserve.service.calls.score_runner import ScoreRunner
+from stemserve.service.constraints.compiler import ConstraintCompiler
 from stemserve.service.errors import RequestError
 from stemserve.service.limits import Limits
 from stemserve.service.metrics import Metrics
@@ -263,8 +264,15 @@ class EngineRig:
         prefixes = PrefixRegistry(RegistryBounds(), clock=time.monotonic)
         contexts = ContextEncoder(pool, prefixes, vocab_size=facts.vocab_size, limits=limits)
         self._score = ScoreRunner(ScoreEncoder(contexts, pool, limits, facts), self.engine, metrics)
+        constraints = ConstraintCompiler(
+            tokenizer,
+            self._executor,
+            metrics,
+            vocab_size=facts.vocab_size,
+            max_compile_ms=limits.max_compile_ms,
+        )
         self._generate = GenerateRunner(
-            GenerateEncoder(contexts, tokenizer.eos_ids, limits, facts),
+            GenerateEncoder(contexts, tokenizer.eos_ids, limits, facts, constraints),
             tokenizer,
             self.engine,
             metrics,

@@ -145,6 +145,19 @@ def test_generate_takes_penalties_and_allowed_tokens(run: Run, address: str) -> 
     assert parsed(run(*words, "--repetition-penalty", 1.5))["token_ids"]
 
 
+def test_generate_takes_a_constraint(run: Run, address: str, tmp_path: Path) -> None:
+    words = ("generate", "--server", address, "--prompt", "once", "--json")
+    assert parsed(run(*words, "--choice", "yes", "--choice", "no"))["text"][0] in ("yes", "no")
+    assert parsed(run(*words, "--regex", "[ab]{3}!"))["text"][0][3:] == "!"
+    schema, grammar = tmp_path / "schema.json", tmp_path / "grammar.lark"
+    schema.write_text('{"enum": [7, null]}')
+    grammar.write_text('start: "x" "y"')
+    assert parsed(run(*words, "--json-schema", schema))["text"][0] in ("7", "null")
+    assert parsed(run(*words, "--grammar", grammar))["text"] == ["xy"]
+    assert run(*words, "--regex", "a", "--choice", "a").returncode != 0
+    assert run(*words, "--regex", "(").returncode != 0
+
+
 def test_prefixes_are_registered_used_and_released(run: Run, address: str) -> None:
     server = ("--server", address, "--json")
     text = "a long story about a prefix " * 3

@@ -209,8 +209,11 @@ class LiteralWorker:
         slots: list[int] = unpack_int32(plan.sample_slots).tolist()
         index: list[int] = unpack_int32(plan.sample_index).tolist()
         assert len(set(slots)) == len(slots) == len(index) == len(states)
+        masks = {mask.slot: mask.allowed for mask in plan.masks}
         drawn = [
-            draw(state, self._samplers[slot], at) if self._checks or slot in self._samplers else 0
+            draw(state, self._samplers[slot], at, masks.get(slot))
+            if self._checks or slot in self._samplers
+            else 0
             for state, slot, at in zip(states, slots, index, strict=True)
         ]
         self._sampled.update(zip(slots, drawn, strict=True))

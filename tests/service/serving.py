@@ -112,6 +112,7 @@ async def serving(
             tokenizer=tokenizer or byte_tokenizer(),
             executor=executor,
             long_executor=executor,
+            compile_executor=executor,
             limits=limits,
             metrics=metrics,
         )

@@ -22,6 +22,7 @@ TABLE = Path(__file__).resolve().parents[2] / "docs" / "limits.md"
 ROW = re.compile(r"\| `(max_\w+)` \| (\d+) \| .+ \| (.+) \|")
 # What they bound is behind the engine, or ends something that runs.
 ELSEWHERE = {
+    "max_compile_ms": "test_constraint_compiler.py",
     "max_stream_calls": "test_score_stream.py",
     "max_unread_tokens": "test_token_stream.py",
     "max_queued_requests": "test_batcher_queue.py",
@@ -104,6 +105,8 @@ OFFENCES: dict[str, tuple[int, Offence]] = {
     "max_stop_strings": (1, generate(stop=["a", "b"])),
     "max_stop_characters": (1, generate(stop=["ab"])),
     "max_top_logprobs": (1, generate(top_logprobs=2)),
+    "max_choices": (1, generate(choice=inference_pb2.Choices(texts=["a", "b"]))),
+    "max_constraint_characters": (1, generate(regex="ab")),
     "max_prefixes": (1, register_two),
     "max_prefix_tokens": (5, register_two),
 }

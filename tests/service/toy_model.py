@@ -29,9 +29,13 @@ def logprobs_of(state: int) -> Float64:
     return logits
 
 
-def draw(state: int, spec: SamplerSpec, index: int) -> int:
+def draw(state: int, spec: SamplerSpec, index: int, allowed: bytes | None = None) -> int:
+    """`allowed`: a bit a token; None: all are."""
     logits = logits_of(state)
     logits[spec.bias_ids] += spec.bias_values
+    if allowed is not None:
+        bits = np.unpackbits(np.frombuffer(allowed, np.uint8), bitorder="little")
+        logits[bits[:VOCAB] == 0] = -np.inf
     if spec.temperature <= 1e-5:
         return int(logits.argmax())
     noise = np.random.default_rng([spec.seed, index]).gumbel(size=VOCAB)

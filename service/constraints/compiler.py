@@ -1,0 +1,91 @@
+"""Compile constraints beside the event loop, each within a time limit, and keep those that were."""
+
+import asyncio
+import time
+from collections import OrderedDict
+from concurrent.futures import ThreadPoolExecutor
+from functools import cached_property
+
+from stemserve.service.constraints.constraint import Constraint
+from stemserve.service.constraints.grammar import Source, Vocabulary, compile_source
+from stemserve.service.errors import InvalidRequest, QueueFull, RequestError
+from stemserve.service.metrics import Metrics
+from stemserve.service.text.tokenizer import Tokenizer
+
+KEPT = 64
+MOST_WAITING = 32  # compilations that run or wait
+RETRY_S = 1.0
+
+
+class ConstraintCompiler:
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        executor: ThreadPoolExecutor,
+        metrics: Metrics,
+        *,
+        vocab_size: int,
+        max_compile_ms: int,
+    ) -> None:
+        """`vocab_size`: width of the model's logits. The executor's threads compile only."""
+        self._tokenizer = tokenizer
+        self._executor = executor
+        self._metrics = metrics
+        self._vocab_size = vocab_size
+        self._max_s = max_compile_ms / 1000
+        self._kept: OrderedDict[Source, Constraint] = OrderedDict()  # the last used behind
+        self._running: dict[Source, asyncio.Future[Constraint]] = {}
+
+    async def compiled(self, source: Source) -> Constraint:
+        """Raises InvalidRequest, or QueueFull where too many are compiled."""
+        kept = self._kept.get(source)
+        self._metrics.constraint_looked_up(source.kind, found=kept is not None)
+        if kept is not None:
+            self._kept.move_to_end(source)
+            return kept
+        try:
+            return await asyncio.wait_for(asyncio.shield(self._compilation(source)), self._max_s)
+        except TimeoutError:
+            # The thread goes on until its fuel is used up; what it makes is kept.
+            raise InvalidRequest(
+                source.kind, f"takes longer than max_compile_ms ({self._max_s * 1000:g} ms)"
+            ) from None
+
+    def _compilation(self, source: Source) -> asyncio.Future[Constraint]:
+        """Of several that ask for the same, one compiles."""
+        running = self._running.get(source)
+        if running is not None:
+            return running
+        if len(self._running) >= MOST_WAITING:
+            raise QueueFull("too many constraints are being compiled", retry_after_s=RETRY_S)
+        loop = asyncio.get_running_loop()
+        running = loop.run_in_executor(self._executor, self._compile, source)
+        self._running[source] = running
+        running.add_done_callback(lambda done: self._keep(source, done))
+        return running
+
+    def _compile(self, source: Source) -> Constraint:
+        """In a thread of the executor."""
+        vocabulary = self._vocabulary
+        started, outcome = time.perf_counter(), "refused"
+        try:
+            constraint = compile_source(source, vocabulary)
+            outcome = "compiled"
+            return constraint
+        finally:
+            seconds = time.perf_counter() - started
+            self._metrics.constraint_compiled(source.kind, outcome, seconds)
+
+    def _keep(self, source: Source, done: asyncio.Future[Constraint]) -> None:
+        del self._running[source]
+        if done.cancelled() or isinstance(done.exception(), RequestError):
+            return  # whoever still waits is told
+        if done.exception() is None:
+            self._kept[source] = done.result()
+            if len(self._kept) > KEPT:
+                self._kept.popitem(last=False)
+
+    @cached_property
+    def _vocabulary(self) -> Vocabulary:
+        """Some 100 ms; made for the first constraint. Raises InvalidRequest."""
+        return Vocabulary(self._tokenizer, self._vocab_size)

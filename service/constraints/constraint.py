@@ -1,0 +1,53 @@
+"""What a constraint is to the batcher: which tokens may come next, until the output is complete."""
+
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from stemserve.service.errors import RequestError
+from stemserve.service.request import Int32
+
+UInt8 = NDArray[np.uint8]
+
+
+class ConstraintFault(RequestError):
+    """A constraint that cannot be followed further: the request is at fault, not the engine."""
+
+
+class ConstraintState(Protocol):
+    """How far one sample has come. Used by one thread."""
+
+    @property
+    def is_complete(self) -> bool:
+        """The output may end here."""
+        ...
+
+    @property
+    def is_closed(self) -> bool:
+        """It is complete, and nothing can follow."""
+        ...
+
+    def allowed(self) -> UInt8:
+        """A bit for each token of the vocabulary, the lowest first, in an array of the caller's.
+
+        The end-of-sequence ids are among them where the output is complete. Raises ConstraintFault.
+        """
+        ...
+
+    def advance(self, token: int) -> None:
+        """Take a token that was allowed. Raises ConstraintFault."""
+        ...
+
+
+class Constraint(Protocol):
+    """Compiled; any number of samples may start from it, from any thread."""
+
+    def start(self) -> ConstraintState: ...
+
+
+def token_bits(tokens: Int32, vocab_size: int) -> UInt8:
+    """A bit for each token of the vocabulary, the lowest first."""
+    flags = np.zeros(vocab_size, np.bool_)
+    flags[tokens] = True
+    return np.packbits(flags, bitorder="little")

@@ -1,0 +1,159 @@
+"""Constraints are compiled beside the loop, in bounded time, and kept."""
+
+import asyncio
+import json
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import pytest
+from prometheus_client import CollectorRegistry
+from tests.service.serving import BYTE_VOCABULARY, EOS_ID, byte_tokenizer, fixed_tokens
+
+from stemserve.service.constraints.compiler import KEPT, MOST_WAITING, ConstraintCompiler
+from stemserve.service.constraints.constraint import ConstraintFault
+from stemserve.service.constraints.grammar import Source
+from stemserve.service.errors import InvalidRequest, QueueFull
+from stemserve.service.metrics import Metrics
+from stemserve.service.text.tokenizer import Tokenizer
+
+NESTED = 3000
+BOMBS = {
+    "repeated repetition": Source("regex", "((((a{1,1000}){1,1000}){1,1000}){1,1000}b)"),
+    "wide repetition": Source("regex", r"(\w{1,200}\W{1,200}){1,200}"),
+    "nested groups": Source("regex", "(" * NESTED + "a" + ")" * NESTED),
+    "nested arrays": Source("json_schema", '{"items":' * NESTED + "{}" + "}" * NESTED),
+    "endless reference": Source("json_schema", '{"$ref": "#"}'),
+    "products": Source(
+        "json_schema",
+        json.dumps({"allOf": [{"anyOf": [{"minLength": i}, {"maxLength": i}]} for i in range(40)]}),
+    ),
+    "doubling rules": Source(
+        "grammar",
+        "start: a0 a0\n" + "".join(f"a{i}: a{i + 1} a{i + 1}\n" for i in range(40)) + 'a40: "x"',
+    ),
+    "doubling terminals": Source(
+        "grammar",
+        "start: A0\n" + "".join(f"A{i}: A{i + 1} A{i + 1}\n" for i in range(40)) + 'A40: "x"',
+    ),
+    "left recursion": Source("grammar", "start: start"),
+    "nested brackets": Source("grammar", "start: " + "(" * NESTED + '"a"' + ")" * NESTED),
+}
+
+
+@pytest.fixture
+def executor() -> Iterator[ThreadPoolExecutor]:
+    with ThreadPoolExecutor(1) as executor:
+        yield executor
+
+
+def make_compiler(
+    executor: ThreadPoolExecutor,
+    *,
+    tokenizer: Tokenizer | None = None,
+    registry: CollectorRegistry | None = None,
+    max_compile_ms: int = 5_000,
+) -> ConstraintCompiler:
+    return ConstraintCompiler(
+        tokenizer or byte_tokenizer(),
+        executor,
+        Metrics(registry or CollectorRegistry()),
+        vocab_size=BYTE_VOCABULARY + 14,
+        max_compile_ms=max_compile_ms,
+    )
+
+
+@pytest.mark.parametrize("name", BOMBS)
+async def test_a_bomb_is_refused_or_harmless_and_the_loop_goes_on(
+    executor: ThreadPoolExecutor, name: str
+) -> None:
+    compiler, turns = make_compiler(executor), 0
+    task = asyncio.create_task(compiler.compiled(BOMBS[name]))
+    while not task.done():
+        await asyncio.sleep(0)
+        turns += 1
+    assert turns > 1
+    try:
+        constraint = task.result()
+    except InvalidRequest as refusal:
+        assert refusal.field == BOMBS[name].kind
+        return
+    state = constraint.start()
+    try:
+        for _ in range(50):
+            bits = np.unpackbits(state.allowed(), bitorder="little")
+            state.advance(int(np.flatnonzero(bits)[-1]))
+    except ConstraintFault:
+        pass
+
+
+async def test_a_compilation_that_takes_too_long_is_refused_and_kept_for_the_next_call(
+    executor: ThreadPoolExecutor,
+) -> None:
+    compiler, go_on = make_compiler(executor, max_compile_ms=50), threading.Event()
+    busy = executor.submit(go_on.wait)
+    with pytest.raises(InvalidRequest, match=r"max_compile_ms \(50 ms\)"):
+        await compiler.compiled(Source("regex", "a"))
+    go_on.set()
+    assert busy.result()
+    await asyncio.get_running_loop().run_in_executor(executor, lambda: None)
+    assert await compiler.compiled(Source("regex", "a"))
+
+
+async def test_equal_constraints_are_compiled_once_and_the_oldest_go(
+    executor: ThreadPoolExecutor,
+) -> None:
+    registry = CollectorRegistry()
+    compiler = make_compiler(executor, registry=registry)
+    sources = [Source("regex", f"a{{{count}}}") for count in range(1, KEPT + 2)]
+    twice = await asyncio.gather(compiler.compiled(sources[0]), compiler.compiled(sources[0]))
+    assert twice[0] is twice[1]
+    for source in sources[1:]:
+        await compiler.compiled(source)
+    assert await compiler.compiled(sources[1])
+    assert await compiler.compiled(sources[0]) is not twice[0]
+
+    def value(name: str, **labels: str) -> float | None:
+        return registry.get_sample_value(f"stemserve_{name}", {"kind": "regex", **labels})
+
+    assert value("constraints_total", cache="hit") == 1
+    assert value("constraint_compile_seconds_count", outcome="compiled") == KEPT + 2
+
+
+async def test_more_compilations_than_may_wait_are_refused(executor: ThreadPoolExecutor) -> None:
+    compiler, go_on = make_compiler(executor), threading.Event()
+    executor.submit(go_on.wait)
+    waiting = [
+        asyncio.create_task(compiler.compiled(Source("regex", f"a{{{count}}}")))
+        for count in range(1, MOST_WAITING + 1)
+    ]
+    await asyncio.sleep(0)
+    with pytest.raises(QueueFull):
+        await compiler.compiled(Source("regex", "b"))
+    go_on.set()
+    assert all(await asyncio.gather(*waiting))
+
+
+async def test_a_model_without_a_tokenizer_or_an_end_has_no_constraints_on_text(
+    executor: ThreadPoolExecutor,
+) -> None:
+    for tokenizer in (fixed_tokens(b"a", b"b"), fixed_tokens(b"a", b"", eos_id=1)):
+        with pytest.raises(InvalidRequest, match="this model has no"):
+            await make_compiler(executor, tokenizer=tokenizer).compiled(Source("regex", "a"))
+
+
+async def test_the_end_is_allowed_where_the_output_is_complete_only(
+    executor: ThreadPoolExecutor,
+) -> None:
+    constraint = await make_compiler(executor).compiled(Source("regex", "ab?"))
+    tokens = byte_tokenizer().token_bytes
+    state = constraint.start()
+    seen: list[list[int]] = []
+    for text in (b"a", b"b"):
+        seen.append(np.flatnonzero(np.unpackbits(state.allowed(), bitorder="little")).tolist())
+        state.advance(tokens.index(text))
+    assert seen == [[tokens.index(b"a")], sorted([tokens.index(b"b"), EOS_ID])]
+    assert state.is_closed and state.is_complete
+    with pytest.raises(ConstraintFault):
+        constraint.start().advance(tokens.index(b"b"))

@@ -53,7 +53,7 @@ REJECTIONS: Mapping[type[RequestError], str] = {
     DeadlinePassed: "deadline",
     NotReady: "draining",
 }
-CONSTRAINTS = ("choice", "regex", "json_schema", "grammar")
+CONSTRAINTS = ("choice", "regex", "json_schema", "grammar", "token_sequences")
 SCORE_MODES = ("label_probabilities", "log_likelihood", "classification")
 PREFILL_PATHS = ("naive", "split", "ragged", "cascade", "multi_item", "custom_mask", "codec")
 DECODE_PATHS = ("paged", "cascade", "codec")

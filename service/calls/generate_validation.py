@@ -134,6 +134,11 @@ def _check_constraint(request: inference_pb2.GenerateRequest, limits: Limits) ->
     if request.ignore_eos:
         raise InvalidRequest("ignore_eos", f"not together with {kind}, whose end is an EOS")
     limit, name = limits.max_constraint_characters, "max_constraint_characters"
+    if kind == "token_sequences":
+        count = len(request.token_sequences.offsets) - 1
+        limit = limits.max_token_sequences
+        check_count("token_sequences", count, "max_token_sequences", limit)
+        return
     if kind != "choice":
         text: str = getattr(request, kind)
         if not text:

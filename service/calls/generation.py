@@ -1,8 +1,11 @@
 """Turn a Generate request into a job for the engine."""
 
+import asyncio
+import hashlib
 import json
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 
@@ -11,9 +14,11 @@ from stemserve.service.caller import Caller
 from stemserve.service.calls.context_encoder import ContextEncoder
 from stemserve.service.calls.generate_validation import check_generate, new_tokens, sample_count
 from stemserve.service.calls.validation import check_priority
-from stemserve.service.calls.wire_tokens import NO_IDS, decode_ids
+from stemserve.service.calls.wire_tokens import NO_IDS, decode_ids, decode_packed
 from stemserve.service.constraints.compiler import ConstraintCompiler
+from stemserve.service.constraints.constraint import Constraint
 from stemserve.service.constraints.grammar import Source
+from stemserve.service.constraints.token_trie import TokenTrie
 from stemserve.service.errors import InvalidRequest
 from stemserve.service.limits import Limits
 from stemserve.service.request import Float32, GenerateJob, Int32, SamplerSpec, WorkerFacts
@@ -59,8 +64,7 @@ class GenerateEncoder:
             _check_choice(allowed_ids, banned_ids, ends, vocab_size)
         (context,) = await self._contexts.encode("prompt", [request.prompt], caller)
         prompt = context.tokens
-        source = _source(request)
-        constraint = None if source is None else await self._constraints.compiled(source)
+        constraint = await self._constraint(request)
         room = _room(prompt, self._facts.context_tokens)
         seed = request.sampling.seed if request.sampling.HasField("seed") else entropy
         asked_ids = decode_ids("logprob_token_ids", request.logprob_token_ids, vocab_size)
@@ -81,6 +85,31 @@ class GenerateEncoder:
             kernel=request.kernel,
             constraint=constraint,
         )
+
+    async def _constraint(self, request: inference_pb2.GenerateRequest) -> Constraint | None:
+        kind = request.WhichOneof("constraint")
+        if kind is None:
+            return None
+        if kind == "choice":
+            source = Source("choice", json.dumps(sorted(set(request.choice.texts))))
+            return await self._constraints.compiled(source)
+        if kind != "token_sequences":
+            return await self._constraints.compiled(Source(kind, getattr(request, kind)))
+        message = request.token_sequences
+        # Of a large set, tens of milliseconds.
+        source = Source(kind, await asyncio.to_thread(_digest, message))
+        return await self._constraints.compiled(source, partial(self._trie, message))
+
+    def _trie(self, message: inference_pb2.PackedTokens) -> Constraint:
+        """In a thread. Raises InvalidRequest."""
+        vocab_size = self._facts.vocab_size
+        sequences = decode_packed("token_sequences", message, vocab_size)
+        if not len(sequences) or not np.diff(sequences.indptr).all():
+            raise InvalidRequest("token_sequences", "needs sequences, none of them empty")
+        end_ids = frozenset(token for token in self._eos_ids if token < vocab_size)
+        if np.isin(sequences.tokens, sorted(end_ids)).any():
+            raise InvalidRequest("token_sequences", "holds an end-of-sequence token")
+        return TokenTrie(sequences, vocab_size=vocab_size, end_ids=end_ids)
 
 
 def child_seed(seed: int, sample: int) -> int:
@@ -122,13 +151,8 @@ def _sampler(
     )
 
 
-def _source(request: inference_pb2.GenerateRequest) -> Source | None:
-    kind = request.WhichOneof("constraint")
-    if kind is None:
-        return None
-    if kind == "choice":
-        return Source("choice", json.dumps(sorted(set(request.choice.texts))))
-    return Source(kind, getattr(request, kind))
+def _digest(message: inference_pb2.PackedTokens) -> str:
+    return hashlib.sha256(message.SerializeToString(deterministic=True)).hexdigest()
 
 
 def _bias(sampling: inference_pb2.SamplingParams, vocab_size: int) -> tuple[Int32, Float32]:

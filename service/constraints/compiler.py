@@ -3,8 +3,9 @@
 import asyncio
 import time
 from collections import OrderedDict
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from functools import cached_property
+from functools import cached_property, partial
 
 from stemserve.service.constraints.constraint import Constraint
 from stemserve.service.constraints.grammar import Source, Vocabulary, compile_source
@@ -36,22 +37,28 @@ class ConstraintCompiler:
         self._kept: OrderedDict[Source, Constraint] = OrderedDict()  # the last used behind
         self._running: dict[Source, asyncio.Future[Constraint]] = {}
 
-    async def compiled(self, source: Source) -> Constraint:
-        """Raises InvalidRequest, or QueueFull where too many are compiled."""
+    async def compiled(
+        self, source: Source, build: Callable[[], Constraint] | None = None
+    ) -> Constraint:
+        """`build`, in a thread, makes what is no constraint on text. Raises InvalidRequest, or
+        QueueFull where too many are compiled."""
         kept = self._kept.get(source)
         self._metrics.constraint_looked_up(source.kind, found=kept is not None)
         if kept is not None:
             self._kept.move_to_end(source)
             return kept
         try:
-            return await asyncio.wait_for(asyncio.shield(self._compilation(source)), self._max_s)
+            running = self._compilation(source, build or partial(self._compile_text, source))
+            return await asyncio.wait_for(asyncio.shield(running), self._max_s)
         except TimeoutError:
             # The thread goes on until its fuel is used up; what it makes is kept.
             raise InvalidRequest(
                 source.kind, f"takes longer than max_compile_ms ({self._max_s * 1000:g} ms)"
             ) from None
 
-    def _compilation(self, source: Source) -> asyncio.Future[Constraint]:
+    def _compilation(
+        self, source: Source, build: Callable[[], Constraint]
+    ) -> asyncio.Future[Constraint]:
         """Of several that ask for the same, one compiles."""
         running = self._running.get(source)
         if running is not None:
@@ -59,17 +66,19 @@ class ConstraintCompiler:
         if len(self._running) >= MOST_WAITING:
             raise QueueFull("too many constraints are being compiled", retry_after_s=RETRY_S)
         loop = asyncio.get_running_loop()
-        running = loop.run_in_executor(self._executor, self._compile, source)
+        running = loop.run_in_executor(self._executor, self._compile, source, build)
         self._running[source] = running
         running.add_done_callback(lambda done: self._keep(source, done))
         return running
 
-    def _compile(self, source: Source) -> Constraint:
+    def _compile_text(self, source: Source) -> Constraint:
+        return compile_source(source, self._vocabulary)
+
+    def _compile(self, source: Source, build: Callable[[], Constraint]) -> Constraint:
         """In a thread of the executor."""
-        vocabulary = self._vocabulary
         started, outcome = time.perf_counter(), "refused"
         try:
-            constraint = compile_source(source, vocabulary)
+            constraint = build()
             outcome = "compiled"
             return constraint
         finally:

@@ -189,3 +189,38 @@ async def test_a_ban_of_all_that_is_allowed_is_refused(
         assert isinstance(answer, InvalidRequest) and place in str(answer), answer
     optional = await rig.generate(request([1], regex="ba?", sampling=sampling))
     assert (optional.text, optional.finish) == ({0: "b"}, {0: STOP})
+
+
+async def test_the_tokens_of_every_output_are_one_of_the_sequences(
+    models: RandomModels, make_rig: MakeRig, rng: np.random.Generator
+) -> None:
+    rig = engine(models, make_rig)
+    for _ in range(300 // AT_ONCE):
+        sets = [
+            [rng.integers(0, 6, rng.integers(1, 9)).tolist() for _ in range(rng.integers(1, 30))]
+            for _ in range(AT_ONCE)
+        ]
+        requests = [
+            request(random_tokens(rng, 5), n=2, token_sequences=packed(sequences))
+            for sequences in sets
+        ]
+        for sequences, answer in zip(sets, await rig.run(*requests), strict=True):
+            assert isinstance(answer, Generated), answer
+            for sample, tokens in answer.tokens.items():
+                said = tokens[:-1] if tokens[-1] == EOS_ID else tokens
+                assert said in sequences and answer.finish[sample] == STOP
+
+
+def packed(sequences: list[list[int]]) -> inference_pb2.PackedTokens:
+    ends = np.cumsum([0, *map(len, sequences)])
+    tokens = [token for sequence in sequences for token in sequence]
+    return inference_pb2.PackedTokens(tokens=blob(tokens), offsets=ends.tolist())
+
+
+@pytest.mark.parametrize("sequences", [[], [[1], []], [[1, EOS_ID]], [[VOCAB]]])
+async def test_sequences_that_are_none_are_refused(
+    models: RandomModels, make_rig: MakeRig, sequences: list[list[int]]
+) -> None:
+    rig = engine(models, make_rig)
+    (answer,) = await rig.run(request([1], token_sequences=packed(sequences)))
+    assert isinstance(answer, InvalidRequest) and "token_sequences" in str(answer)

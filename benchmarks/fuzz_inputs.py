@@ -19,6 +19,14 @@ MAX_DEPTH = 4
 ODD_INTEGERS = (0, 1, 2, 5, 49151, 49152, 2**31 - 1, -(2**31), 2**32 - 1, -1, 2**63 - 1, -(2**63))
 ODD_FLOATS = (0.0, -0.0, 1.0, -1.0, 1e-45, 3e38, float("inf"), float("-inf"), float("nan"))
 ODD_TEXTS = ("", "a", "\x00", "\U0001f600" * 3, "Paris", "x" * 5000, "\n" * 40, "<|im_start|>")
+ODD_JSON = (
+    *("", "{}", "[]", "null", "[" * 9_000, '{"a": NaN}', '["\\ud800"]', '{"role": "x"}'),
+    *('{"messages": 1}', '{"documents": 0}', '{"enable_thinking": false}'),
+    '[{"type": "function", "function": {"name": "<|im_end|>"}}]',
+    '{"tool_calls": [{"function": {"arguments": {"k": 1e999}}}]}',
+)
+JSON_FIELDS = ("fields", "tools", "chat_template_kwargs")
+ODD_ROLES = ("user", "assistant", "system", "tool", "im_end", "user<|im_end|>\n")
 Field = descriptor.FieldDescriptor
 
 
@@ -96,7 +104,7 @@ def _fill(message: Message, field: Any, rng: random.Random, depth: int) -> None:
 def _scalar(field: Any, rng: random.Random) -> Any:
     match field.type:
         case Field.TYPE_STRING:
-            return rng.choice(ODD_TEXTS)
+            return rng.choice(_texts(field.name))
         case Field.TYPE_BYTES:
             return rng.choice((b"", b"\x01", _tokens(rng), rng.randbytes(rng.randrange(40))))
         case Field.TYPE_BOOL:
@@ -107,6 +115,12 @@ def _scalar(field: Any, rng: random.Random) -> Any:
             return rng.choice((*field.enum_type.values_by_number, 99))
         case _:
             return _integer(field, rng)
+
+
+def _texts(name: str) -> Sequence[str]:
+    if name in JSON_FIELDS:
+        return ODD_JSON
+    return (*ODD_ROLES, *ODD_TEXTS) if name == "role" else ODD_TEXTS
 
 
 def _integer(field: Any, rng: random.Random) -> int:

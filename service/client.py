@@ -1,7 +1,7 @@
 """The async client library: typed calls of a stemserve server."""
 
 import json
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Mapping, Sequence
 from contextlib import aclosing
 from types import TracebackType
 from typing import Any, Self, TypeVar
@@ -17,6 +17,7 @@ from stemserve.proto.v1 import (
     prefixes_pb2_grpc,
 )
 from stemserve.service import client_decoding as decoding
+from stemserve.service.chat_request import chat_request
 from stemserve.service.client_channel import PLAINTEXT, Access, open_channel
 from stemserve.service.client_errors import ClientError, client_error, status_error
 from stemserve.service.client_results import GenerateStep, Prefix, Scores
@@ -173,6 +174,24 @@ class Client:
         async with aclosing(_answers(call, inference_pb2.GenerateResponse)) as answers:
             async for answer in answers:
                 yield decoding.generate_step(answer)
+
+    async def chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        tools: Sequence[Mapping[str, Any]] = (),
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        options: inference_pb2.GenerateRequest | None = None,
+    ) -> AsyncGenerator[GenerateStep, None]:
+        """Generate after messages of a role and a content each, by the model's chat template."""
+        request = inference_pb2.GenerateRequest(
+            chat=chat_request(messages, tools=tools, chat_template_kwargs=chat_template_kwargs)
+        )
+        if options is not None:
+            request.MergeFrom(options)
+        async with aclosing(self.generate(request)) as steps:
+            async for step in steps:
+                yield step
 
     async def register(self, request: prefixes_pb2.RegisterRequest) -> Prefix:
         call = self._prefixes.Register(request, timeout=self._timeout_s)

@@ -28,6 +28,8 @@ class Limits:
     max_label_tokens: int = 64  # of one label
     max_request_tokens: int = 1 << 20  # all that a call names, and what its labels repeat
     max_text_characters: int = 4 << 20  # all texts of a call together
+    max_chat_messages: int = 1_024
+    max_chat_render_ms: int = 2_000  # that the model's chat template may take
     max_n: int = 64
     max_stop_strings: int = 16
     max_stop_characters: int = 256  # of one stop string

@@ -603,6 +603,68 @@ class SamplingParams(google.protobuf.message.Message):
 Global___SamplingParams: typing_extensions.TypeAlias = SamplingParams
 
 @typing.final
+class ChatMessage(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    ROLE_FIELD_NUMBER: builtins.int
+    CONTENT_FIELD_NUMBER: builtins.int
+    FIELDS_FIELD_NUMBER: builtins.int
+    role: builtins.str
+    """the template decides which it knows"""
+    content: builtins.str
+    """text; absent: the template sees none"""
+    fields: builtins.str
+    """More of what the template reads, as a JSON object: tool_calls, tool_call_id, name, reasoning_content, ..."""
+    def __init__(
+        self,
+        *,
+        role: builtins.str = ...,
+        content: builtins.str | None = ...,
+        fields: builtins.str = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["_content", b"_content", "content", b"content"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_content", b"_content", "content", b"content", "fields", b"fields", "role", b"role"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["_content", b"_content"]) -> typing.Literal["content"] | None: ...
+
+Global___ChatMessage: typing_extensions.TypeAlias = ChatMessage
+
+@typing.final
+class Chat(google.protobuf.message.Message):
+    """Messages that the model's own chat template turns into a prompt. The text of a special token in them stays text."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    MESSAGES_FIELD_NUMBER: builtins.int
+    ADD_GENERATION_PROMPT_FIELD_NUMBER: builtins.int
+    CONTINUE_FINAL_MESSAGE_FIELD_NUMBER: builtins.int
+    TOOLS_FIELD_NUMBER: builtins.int
+    CHAT_TEMPLATE_KWARGS_FIELD_NUMBER: builtins.int
+    add_generation_prompt: builtins.bool
+    """End with what opens the model's answer; absent: yes, unless continue_final_message."""
+    continue_final_message: builtins.bool
+    """end within the last message, for the model to go on with it"""
+    tools: builtins.str
+    """JSON array of the tools' schemas, for the template"""
+    chat_template_kwargs: builtins.str
+    """JSON object of further variables, such as {"enable_thinking": false}"""
+    @property
+    def messages(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___ChatMessage]: ...
+    def __init__(
+        self,
+        *,
+        messages: collections.abc.Iterable[Global___ChatMessage] | None = ...,
+        add_generation_prompt: builtins.bool | None = ...,
+        continue_final_message: builtins.bool = ...,
+        tools: builtins.str = ...,
+        chat_template_kwargs: builtins.str = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["_add_generation_prompt", b"_add_generation_prompt", "add_generation_prompt", b"add_generation_prompt"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_add_generation_prompt", b"_add_generation_prompt", "add_generation_prompt", b"add_generation_prompt", "chat_template_kwargs", b"chat_template_kwargs", "continue_final_message", b"continue_final_message", "messages", b"messages", "tools", b"tools"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["_add_generation_prompt", b"_add_generation_prompt"]) -> typing.Literal["add_generation_prompt"] | None: ...
+
+Global___Chat: typing_extensions.TypeAlias = Chat
+
+@typing.final
 class GenerateRequest(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -620,6 +682,7 @@ class GenerateRequest(google.protobuf.message.Message):
     PRIORITY_FIELD_NUMBER: builtins.int
     KERNEL_FIELD_NUMBER: builtins.int
     LOGPROB_TOKEN_IDS_FIELD_NUMBER: builtins.int
+    CHAT_FIELD_NUMBER: builtins.int
     CHOICE_FIELD_NUMBER: builtins.int
     REGEX_FIELD_NUMBER: builtins.int
     JSON_SCHEMA_FIELD_NUMBER: builtins.int
@@ -646,7 +709,9 @@ class GenerateRequest(google.protobuf.message.Message):
     grammar: builtins.str
     """Lark, as llguidance reads it, with the rule `start`"""
     @property
-    def prompt(self) -> Global___Context: ...
+    def prompt(self) -> Global___Context:
+        """not together with chat"""
+
     @property
     def sampling(self) -> Global___SamplingParams: ...
     @property
@@ -658,6 +723,10 @@ class GenerateRequest(google.protobuf.message.Message):
     @property
     def logprob_token_ids(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
         """Also return the raw log-probabilities of these tokens at each position; at most 128."""
+
+    @property
+    def chat(self) -> Global___Chat:
+        """instead of a prompt"""
 
     @property
     def choice(self) -> Global___Choices: ...
@@ -682,14 +751,15 @@ class GenerateRequest(google.protobuf.message.Message):
         priority: builtins.int = ...,
         kernel: Global___Kernel.ValueType = ...,
         logprob_token_ids: collections.abc.Iterable[builtins.int] | None = ...,
+        chat: Global___Chat | None = ...,
         choice: Global___Choices | None = ...,
         regex: builtins.str = ...,
         json_schema: builtins.str = ...,
         grammar: builtins.str = ...,
         token_sequences: Global___PackedTokens | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["_max_new_tokens", b"_max_new_tokens", "_n", b"_n", "choice", b"choice", "constraint", b"constraint", "grammar", b"grammar", "json_schema", b"json_schema", "max_new_tokens", b"max_new_tokens", "n", b"n", "prompt", b"prompt", "regex", b"regex", "sampling", b"sampling", "token_sequences", b"token_sequences"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_max_new_tokens", b"_max_new_tokens", "_n", b"_n", "choice", b"choice", "constraint", b"constraint", "grammar", b"grammar", "ignore_eos", b"ignore_eos", "json_schema", b"json_schema", "kernel", b"kernel", "logprob_token_ids", b"logprob_token_ids", "logprobs", b"logprobs", "max_new_tokens", b"max_new_tokens", "min_new_tokens", b"min_new_tokens", "n", b"n", "priority", b"priority", "prompt", b"prompt", "regex", b"regex", "request_id", b"request_id", "sampling", b"sampling", "stop", b"stop", "stop_token_ids", b"stop_token_ids", "token_sequences", b"token_sequences", "top_logprobs", b"top_logprobs"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["_max_new_tokens", b"_max_new_tokens", "_n", b"_n", "chat", b"chat", "choice", b"choice", "constraint", b"constraint", "grammar", b"grammar", "json_schema", b"json_schema", "max_new_tokens", b"max_new_tokens", "n", b"n", "prompt", b"prompt", "regex", b"regex", "sampling", b"sampling", "token_sequences", b"token_sequences"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_max_new_tokens", b"_max_new_tokens", "_n", b"_n", "chat", b"chat", "choice", b"choice", "constraint", b"constraint", "grammar", b"grammar", "ignore_eos", b"ignore_eos", "json_schema", b"json_schema", "kernel", b"kernel", "logprob_token_ids", b"logprob_token_ids", "logprobs", b"logprobs", "max_new_tokens", b"max_new_tokens", "min_new_tokens", b"min_new_tokens", "n", b"n", "priority", b"priority", "prompt", b"prompt", "regex", b"regex", "request_id", b"request_id", "sampling", b"sampling", "stop", b"stop", "stop_token_ids", b"stop_token_ids", "token_sequences", b"token_sequences", "top_logprobs", b"top_logprobs"]) -> None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_max_new_tokens", b"_max_new_tokens"]) -> typing.Literal["max_new_tokens"] | None: ...
     @typing.overload

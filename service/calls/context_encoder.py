@@ -7,6 +7,7 @@ import numpy as np
 
 from stemserve.proto.v1 import inference_pb2
 from stemserve.service.caller import Caller
+from stemserve.service.calls.chat_prompt import ChatPrompts
 from stemserve.service.calls.prefix_registry import PrefixRegistry, RegisteredPrefix
 from stemserve.service.calls.validation import check_tokens
 from stemserve.service.calls.wire_tokens import TOKEN_BYTES, check_known, decode_tokens
@@ -33,6 +34,7 @@ class ContextEncoder:
         self._limits = limits
         self._prefixes = prefixes
         self._vocab_size = vocab_size
+        self._chats = ChatPrompts(pool, vocab_size=vocab_size, limits=limits)
 
     async def encode(
         self, field: str, contexts: Sequence[inference_pb2.Context], caller: Caller
@@ -52,6 +54,12 @@ class ContextEncoder:
             EncodedContext(tokens=tokens, trunk=NO_TRUNK if prefix is None else prefix.trunk)
             for tokens, prefix in zip(starts, prefixes, strict=True)
         )
+
+    async def encode_chat(self, field: str, chat: inference_pb2.Chat) -> EncodedContext:
+        """A chat continues no prefix; the tokens that it shares with others are found anyway."""
+        tokens = await self._chats.encode(field, chat)
+        check_tokens(field, len(tokens), self._limits)
+        return EncodedContext(tokens=tokens, trunk=NO_TRUNK)
 
     def _prefix(self, context: inference_pb2.Context, caller: Caller) -> RegisteredPrefix | None:
         return self._prefixes.use(caller, context.prefix_id) if context.prefix_id else None

@@ -3,6 +3,7 @@
 import math
 
 from stemserve.proto.v1 import inference_pb2
+from stemserve.service.calls.chat_validation import chat_characters, check_chat
 from stemserve.service.calls.validation import (
     check_characters,
     check_count,
@@ -32,8 +33,10 @@ def check_generate(
     check_id("prompt.prefix_id", request.prompt.prefix_id)
     check_kernel(request.kernel)
     check_lm_head(facts)
-    check_characters(len(request.prompt.text), limits)
+    check_characters(len(request.prompt.text) + chat_characters(request.chat), limits)
     check_tokens("prompt", len(request.prompt.tokens) // TOKEN_BYTES, limits)
+    if request.HasField("chat"):
+        check_chat(request, limits)
     _check_counts(request, limits, facts)
     _check_ids(request, facts)
     _check_stops(request, limits)

@@ -11,7 +11,7 @@ import numpy as np
 
 from stemserve.proto.v1 import inference_pb2
 from stemserve.service.caller import Caller
-from stemserve.service.calls.context_encoder import ContextEncoder
+from stemserve.service.calls.context_encoder import ContextEncoder, EncodedContext
 from stemserve.service.calls.generate_validation import check_generate, new_tokens, sample_count
 from stemserve.service.calls.validation import check_priority
 from stemserve.service.calls.wire_tokens import NO_IDS, decode_ids, decode_packed
@@ -62,7 +62,7 @@ class GenerateEncoder:
         ends = eos_ids | frozenset(stop_ids.tolist())
         if request.min_new_tokens:
             _check_choice(allowed_ids, banned_ids, ends, vocab_size)
-        (context,) = await self._contexts.encode("prompt", [request.prompt], caller)
+        context = await self._context(request, caller)
         prompt = context.tokens
         constraint = await self._constraint(request)
         room = _room(prompt, self._facts.context_tokens)
@@ -110,6 +110,14 @@ class GenerateEncoder:
         if np.isin(sequences.tokens, sorted(end_ids)).any():
             raise InvalidRequest("token_sequences", "holds an end-of-sequence token")
         return TokenTrie(sequences, vocab_size=vocab_size, end_ids=end_ids)
+
+    async def _context(
+        self, request: inference_pb2.GenerateRequest, caller: Caller
+    ) -> EncodedContext:
+        if request.HasField("chat"):
+            return await self._contexts.encode_chat("chat", request.chat)
+        (context,) = await self._contexts.encode("prompt", [request.prompt], caller)
+        return context
 
 
 def child_seed(seed: int, sample: int) -> int:

@@ -18,6 +18,7 @@ from stemserve.service.commands.call import (
     Timeout,
     call,
 )
+from stemserve.service.commands.chat import Chat, ChatKwargs, ChatOptions, ContinueFinal, Tools
 from stemserve.service.commands.joined_samples import JoinedSamples
 from stemserve.service.commands.options import (
     Kernel,
@@ -113,6 +114,10 @@ LogprobToken = Annotated[
 def generate(
     prompt: Prompt = "",
     prefix_id: PrefixId = "",
+    chat: Chat = None,
+    tools: Tools = None,
+    chat_kwargs: ChatKwargs = None,
+    continue_final: ContinueFinal = False,
     max_new_tokens: MaxNewTokens = 128,
     n: Samples = 1,
     temperature: Temperature = None,
@@ -140,7 +145,7 @@ def generate(
     timeout: Timeout = TIMEOUT_S,
     as_json: AsJson = False,
 ) -> None:
-    """Continue a prompt, once or with several samples that share it.
+    """Continue a prompt or a chat, once or with several samples that share it.
 
     The text is printed as it comes; several samples are printed one after the other, each when it
     is done.
@@ -148,11 +153,19 @@ def generate(
     \b
     Examples:
       stemserve generate --prompt "Once upon a time" --max-new-tokens 40
+      stemserve generate --chat "Name three rivers." --n 4
       stemserve generate --prompt "The capital of France is" --temperature 0 --json
       stemserve generate --prompt "Is fire hot? " --choice yes --choice no
     """
+    messages = ChatOptions(
+        chat=chat, tools=tools, kwargs=chat_kwargs, continue_final=continue_final
+    ).request()
+    if messages is not None and (prompt or prefix_id):
+        raise typer.BadParameter("--chat cannot be given with --prompt or --prefix-id")
+    context = inference_pb2.Context(prefix_id=prefix_id, text=prompt)
     request = inference_pb2.GenerateRequest(
-        prompt=inference_pb2.Context(prefix_id=prefix_id, text=prompt),
+        prompt=context if messages is None else None,
+        chat=messages,
         sampling=inference_pb2.SamplingParams(
             temperature=temperature,
             top_k=top_k,

@@ -8,6 +8,12 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalize
 from tokenizers.pre_tokenizers import PreTokenizer
 
 from stemserve.service.text import tokenizer as stem
+from stemserve.service.text.chat_template import (
+    DEFAULT,
+    WITH_TOOLS,
+    ChatTemplate,
+    chat_template,
+)
 from stemserve.service.text.gguf_metadata import Value, read_gguf_metadata
 from stemserve.service.text.token_bytes import token_bytes
 
@@ -16,6 +22,13 @@ USER_DEFINED = 4
 
 LETTERS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+"
 PUNCTUATION_AND_SPACE = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+NAMED_TOKENS = {
+    "bos_token": "tokenizer.ggml.bos_token_id",
+    "eos_token": "tokenizer.ggml.eos_token_id",
+    "unk_token": "tokenizer.ggml.unknown_token_id",
+    "pad_token": "tokenizer.ggml.padding_token_id",
+}
+TEMPLATE_KEY = "tokenizer.chat_template"
 END_KEYS = ("tokenizer.ggml.eos_token_id", "tokenizer.ggml.eot_token_id")
 
 
@@ -69,13 +82,12 @@ def load_gguf_tokenizer(path: Path) -> stem.Tokenizer:
         raise ValueError(f"{path} has a {model!r} tokenizer; only byte-level BPE (gpt2) is rebuilt")
     recipe = _recipe(str(metadata.get("tokenizer.ggml.pre")))
     encoder = _encoder(metadata, recipe)
-    template = metadata.get("tokenizer.chat_template")
     return stem.Tokenizer(
         encoders=stem.Encoders(front=encoder, continuation=encoder),
         token_bytes=token_bytes(encoder),
         bos_id=_added_bos(metadata, recipe),
         eos_ids=frozenset(value for key in END_KEYS if isinstance(value := metadata.get(key), int)),
-        chat_template=template if isinstance(template, str) else None,
+        chat_template=_chat_template(metadata),
     )
 
 
@@ -83,6 +95,19 @@ def _added_bos(metadata: Mapping[str, Value], recipe: Recipe) -> int | None:
     bos = metadata.get("tokenizer.ggml.bos_token_id")
     adds = metadata.get("tokenizer.ggml.add_bos_token", recipe.adds_bos)
     return bos if adds and isinstance(bos, int) else None
+
+
+def _chat_template(metadata: Mapping[str, Value]) -> ChatTemplate | None:
+    found = metadata.get(TEMPLATE_KEY)
+    named = [{"name": DEFAULT, "template": found}]
+    named.append({"name": WITH_TOOLS, "template": metadata.get(f"{TEMPLATE_KEY}.{WITH_TOOLS}")})
+    texts = _strings(metadata, "tokenizer.ggml.tokens")
+    tokens = dict[str, str]()
+    for name, key in NAMED_TOKENS.items():
+        token_id = metadata.get(key)
+        if isinstance(token_id, int) and 0 <= token_id < len(texts):
+            tokens[name] = texts[token_id]
+    return chat_template(named, tokens)
 
 
 def _encoder(metadata: Mapping[str, Value], recipe: Recipe) -> Tokenizer:

@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import chain
 from typing import TypeVar
 
@@ -14,6 +14,8 @@ import tokenizers
 from stemserve.service.errors import InvalidRequest
 from stemserve.service.packed_tokens import PackedTokens, offsets
 from stemserve.service.request import Int32
+from stemserve.service.text.chat_encoder import ChatEncoder
+from stemserve.service.text.chat_template import ChatTemplate
 
 LONG_CHARACTERS = 1 << 16  # tens of milliseconds
 T = TypeVar("T")
@@ -43,7 +45,7 @@ class Tokenizer:
     token_bytes: tuple[bytes, ...]  # by token id
     bos_id: int | None = None  # None: the tokenizer adds none
     eos_ids: frozenset[int] = frozenset()
-    chat_template: str | None = None
+    chat_template: ChatTemplate | None = None
 
     @property
     def vocab_size(self) -> int:
@@ -52,6 +54,10 @@ class Tokenizer:
     @cached_property
     def _bos(self) -> Int32:
         return np.array([] if self.bos_id is None else [self.bos_id], dtype=np.int32)
+
+    @cached_property
+    def chat_encoder(self) -> ChatEncoder:
+        return ChatEncoder(self._encoders.front)
 
     def encode_front(self, texts: Sequence[str]) -> tuple[Int32, ...]:
         packed = self._encode(self._encoders.front, texts)
@@ -126,8 +132,12 @@ class TokenizerPool:
         return packed.take(np.array([numbers[text] for text in texts], dtype=np.int32))
 
     async def _run(self, encode: Callable[[Sequence[str]], T], texts: Sequence[str]) -> T:
-        characters, executor = sum(map(len, texts)), self._executor
+        return await self.run(partial(encode, texts), characters=sum(map(len, texts)))
+
+    async def run(self, work: Callable[[], T], *, characters: int) -> T:
+        """Work on that much text."""
+        executor = self._executor
         if characters > LONG_CHARACTERS:
             await self._admit(characters // max(1, self._longest_token))
             executor = self._long_executor
-        return await asyncio.get_running_loop().run_in_executor(executor, encode, texts)
+        return await asyncio.get_running_loop().run_in_executor(executor, work)

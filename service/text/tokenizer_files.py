@@ -7,6 +7,7 @@ from typing import Any
 
 import tokenizers
 
+from stemserve.service.text.chat_template import ChatTemplate, chat_template, named_tokens
 from stemserve.service.text.gguf_tokenizer import load_gguf_tokenizer
 from stemserve.service.text.token_bytes import token_bytes
 from stemserve.service.text.tokenizer import Encoders, Tokenizer
@@ -69,12 +70,10 @@ def _added_bos(encoder: tokenizers.Tokenizer, config: Mapping[str, Any]) -> int 
     return special[0] if special[:1] != plain[:1] else None
 
 
-def _chat_template(path: Path, config: Mapping[str, Any]) -> str | None:
+def _chat_template(path: Path, config: Mapping[str, Any]) -> ChatTemplate | None:
     file = path / "chat_template.jinja"
-    if file.is_file():
-        return file.read_text("utf-8")
-    template = config.get("chat_template")
-    return template if isinstance(template, str) else None
+    template = file.read_text("utf-8") if file.is_file() else config.get("chat_template")
+    return chat_template(template, named_tokens(config))
 
 
 def _without_prefix_space(encoder: tokenizers.Tokenizer) -> tokenizers.Tokenizer:

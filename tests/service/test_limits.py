@@ -29,6 +29,7 @@ ELSEWHERE = {
     "max_queued_tokens": "test_batcher_queue.py",
     "max_queued_ms": "test_batcher_queue.py",
     "max_step_tokens": "test_batcher.py",
+    "max_chat_render_ms": "test_chat.py",
 }
 MODE = inference_pb2.LogLikelihood()
 Offence = Callable[[Served], Awaitable[Any]]
@@ -58,6 +59,17 @@ def generate(**fields: Any) -> Offence:
     request = inference_pb2.GenerateRequest(
         prompt=inference_pb2.Context(text="a"), max_new_tokens=1, **fields
     )
+
+    async def offend(served: Served) -> None:
+        async for _ in served.client.generate(request):
+            pass
+
+    return offend
+
+
+def generate_chat(*contents: str) -> Offence:
+    messages = [inference_pb2.ChatMessage(role="user", content=text) for text in contents]
+    request = inference_pb2.GenerateRequest(chat=inference_pb2.Chat(messages=messages))
 
     async def offend(served: Served) -> None:
         async for _ in served.client.generate(request):
@@ -102,6 +114,7 @@ OFFENCES: dict[str, tuple[int, Offence]] = {
     "max_label_tokens": (1, score_labels("ab")),
     "max_request_tokens": (4, score_contexts("abcde")),
     "max_text_characters": (4, score("abcde")),
+    "max_chat_messages": (1, generate_chat("a", "b")),
     "max_n": (1, generate(n=2)),
     "max_stop_strings": (1, generate(stop=["a", "b"])),
     "max_stop_characters": (1, generate(stop=["ab"])),

@@ -131,7 +131,9 @@ def test_every_end_token_that_a_folder_names_counts(tmp_path: Path) -> None:
     )
     tokenizer = load_tokenizer(folder)
     assert tokenizer.eos_ids == {3, 4, 5, BYTE_VOCABULARY - 1}
-    assert tokenizer.chat_template == "hi"
+    assert tokenizer.chat_template is not None
+    assert tokenizer.chat_template.sources == {"default": "hi"}
+    assert tokenizer.chat_template.tokens == {"eos_token": "<eos>"}
 
 
 def sentence_piece_encoder() -> Encoder:

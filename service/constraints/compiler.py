@@ -14,6 +14,7 @@ from stemserve.service.metrics import Metrics
 from stemserve.service.text.tokenizer import Tokenizer
 
 KEPT = 64
+KEPT_BYTES = 512 << 20  # of all of them, but for the last one used
 MOST_WAITING = 32  # compilations that run or wait
 RETRY_S = 1.0
 
@@ -91,8 +92,12 @@ class ConstraintCompiler:
             return  # whoever still waits is told
         if done.exception() is None:
             self._kept[source] = done.result()
-            if len(self._kept) > KEPT:
+            while len(self._kept) > 1 and not self._fits():
                 self._kept.popitem(last=False)
+
+    def _fits(self) -> bool:
+        total = sum(constraint.num_bytes for constraint in self._kept.values())
+        return len(self._kept) <= KEPT and total <= KEPT_BYTES
 
     @cached_property
     def _vocabulary(self) -> Vocabulary:

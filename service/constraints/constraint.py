@@ -43,6 +43,11 @@ class ConstraintState(Protocol):
 class Constraint(Protocol):
     """Compiled; any number of samples may start from it, from any thread."""
 
+    @property
+    def num_bytes(self) -> int:
+        """About what it holds in memory."""
+        ...
+
     def start(self) -> ConstraintState: ...
 
 

@@ -28,6 +28,7 @@ MASK_FUEL = 60_000
 MASK_ITEMS = 25_000
 LEXER_STATES = 20_000
 GRAMMAR_SIZE = 200_000
+GRAMMAR_BYTES = 1 << 20  # of a compiled one; most take less
 PROBLEM_CHARACTERS = 300  # of what the library says
 
 
@@ -98,6 +99,10 @@ class GrammarConstraint:
     def __init__(self, matcher: llguidance.LLMatcher, vocabulary: Vocabulary) -> None:
         self._matcher = matcher
         self._vocabulary = vocabulary
+
+    @property
+    def num_bytes(self) -> int:
+        return GRAMMAR_BYTES
 
     def start(self) -> "GrammarState":
         return GrammarState(self._matcher.deep_copy(), self._vocabulary)

@@ -5,13 +5,20 @@ import json
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 
 import numpy as np
 import pytest
 from prometheus_client import CollectorRegistry
 from tests.service.serving import BYTE_VOCABULARY, EOS_ID, byte_tokenizer, fixed_tokens
+from tests.service.token_constraints import OneOf
 
-from stemserve.service.constraints.compiler import KEPT, MOST_WAITING, ConstraintCompiler
+from stemserve.service.constraints.compiler import (
+    KEPT,
+    KEPT_BYTES,
+    MOST_WAITING,
+    ConstraintCompiler,
+)
 from stemserve.service.constraints.constraint import ConstraintFault
 from stemserve.service.constraints.grammar import Source
 from stemserve.service.errors import InvalidRequest, QueueFull
@@ -157,3 +164,17 @@ async def test_the_end_is_allowed_where_the_output_is_complete_only(
     assert state.is_closed and state.is_complete
     with pytest.raises(ConstraintFault):
         constraint.start().advance(tokens.index(b"b"))
+
+
+async def test_large_constraints_make_room_for_one_another(executor: ThreadPoolExecutor) -> None:
+    compiler = make_compiler(executor)
+    sources = [Source("token_sequences", name) for name in "abc"]
+    made = [OneOf([[1]], BYTE_VOCABULARY, EOS_ID, num_bytes=KEPT_BYTES // 2) for _ in sources]
+
+    async def compiled(number: int) -> object:
+        return await compiler.compiled(sources[number], lambda: replace(made[number]))
+
+    first = [await compiled(number) for number in range(3)]
+    assert await compiled(2) is first[2]
+    assert await compiled(1) is first[1]
+    assert await compiled(0) is not first[0]

@@ -16,6 +16,8 @@ class OneOf:
     vocab_size: int
     end_id: int
 
+    num_bytes: int = 0
+
     def start(self) -> "OneOfState":
         return OneOfState(self)
 

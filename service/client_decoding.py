@@ -51,6 +51,9 @@ def generate_step(message: inference_pb2.GenerateResponse) -> GenerateStep:
         news=tuple(_sample_news(message, row) for row in range(len(message.sample_index))),
         usage=usage(message.usage) if message.HasField("usage") else None,
         timing=timing(message.timing) if message.HasField("timing") else None,
+        prompt_logprobs=np.array(message.prompt_logprobs, dtype=np.float32)
+        if message.prompt_logprobs
+        else None,
     )
 
 

@@ -70,6 +70,7 @@ class GenerateStep:
     news: tuple[SampleNews, ...]
     usage: Usage | None = None  # in the last step
     timing: Timing | None = None
+    prompt_logprobs: Float32 | None = None  # in the last step, if asked for; not of the first token
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

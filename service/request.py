@@ -106,6 +106,7 @@ class GenerateJob:
     tenant: str = ""
     kernel: int = 0
     constraint: "Constraint | None" = None  # of each sample's output
+    prompt_logprobs: bool = False  # read the log-probabilities of the prompt's tokens too
 
     @property
     def realm(self) -> Realm:
@@ -199,6 +200,7 @@ class GenerateChunk(NamedTuple):
     news: Sequence[SampleTokens]
     usage: JobUsage | None = None
     timing: JobTiming | None = None
+    prompt_logprobs: Float32 | None = None  # in the last, if asked for: of all but the first token
 
     @property
     def num_tokens(self) -> int:

@@ -682,6 +682,7 @@ class GenerateRequest(google.protobuf.message.Message):
     PRIORITY_FIELD_NUMBER: builtins.int
     KERNEL_FIELD_NUMBER: builtins.int
     LOGPROB_TOKEN_IDS_FIELD_NUMBER: builtins.int
+    PROMPT_LOGPROBS_FIELD_NUMBER: builtins.int
     CHAT_FIELD_NUMBER: builtins.int
     CHOICE_FIELD_NUMBER: builtins.int
     REGEX_FIELD_NUMBER: builtins.int
@@ -702,6 +703,8 @@ class GenerateRequest(google.protobuf.message.Message):
     priority: builtins.int
     """higher first"""
     kernel: Global___Kernel.ValueType
+    prompt_logprobs: builtins.bool
+    """Also return the log-probability of each token of the prompt but the first: all its rows are computed, cached or not."""
     regex: builtins.str
     """of the whole output; syntax of Rust's regex, without look-around and anchors"""
     json_schema: builtins.str
@@ -751,6 +754,7 @@ class GenerateRequest(google.protobuf.message.Message):
         priority: builtins.int = ...,
         kernel: Global___Kernel.ValueType = ...,
         logprob_token_ids: collections.abc.Iterable[builtins.int] | None = ...,
+        prompt_logprobs: builtins.bool = ...,
         chat: Global___Chat | None = ...,
         choice: Global___Choices | None = ...,
         regex: builtins.str = ...,
@@ -759,7 +763,7 @@ class GenerateRequest(google.protobuf.message.Message):
         token_sequences: Global___PackedTokens | None = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["_max_new_tokens", b"_max_new_tokens", "_n", b"_n", "chat", b"chat", "choice", b"choice", "constraint", b"constraint", "grammar", b"grammar", "json_schema", b"json_schema", "max_new_tokens", b"max_new_tokens", "n", b"n", "prompt", b"prompt", "regex", b"regex", "sampling", b"sampling", "token_sequences", b"token_sequences"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_max_new_tokens", b"_max_new_tokens", "_n", b"_n", "chat", b"chat", "choice", b"choice", "constraint", b"constraint", "grammar", b"grammar", "ignore_eos", b"ignore_eos", "json_schema", b"json_schema", "kernel", b"kernel", "logprob_token_ids", b"logprob_token_ids", "logprobs", b"logprobs", "max_new_tokens", b"max_new_tokens", "min_new_tokens", b"min_new_tokens", "n", b"n", "priority", b"priority", "prompt", b"prompt", "regex", b"regex", "request_id", b"request_id", "sampling", b"sampling", "stop", b"stop", "stop_token_ids", b"stop_token_ids", "token_sequences", b"token_sequences", "top_logprobs", b"top_logprobs"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["_max_new_tokens", b"_max_new_tokens", "_n", b"_n", "chat", b"chat", "choice", b"choice", "constraint", b"constraint", "grammar", b"grammar", "ignore_eos", b"ignore_eos", "json_schema", b"json_schema", "kernel", b"kernel", "logprob_token_ids", b"logprob_token_ids", "logprobs", b"logprobs", "max_new_tokens", b"max_new_tokens", "min_new_tokens", b"min_new_tokens", "n", b"n", "priority", b"priority", "prompt", b"prompt", "prompt_logprobs", b"prompt_logprobs", "regex", b"regex", "request_id", b"request_id", "sampling", b"sampling", "stop", b"stop", "stop_token_ids", b"stop_token_ids", "token_sequences", b"token_sequences", "top_logprobs", b"top_logprobs"]) -> None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_max_new_tokens", b"_max_new_tokens"]) -> typing.Literal["max_new_tokens"] | None: ...
     @typing.overload
@@ -838,6 +842,7 @@ class GenerateResponse(google.protobuf.message.Message):
     USAGE_FIELD_NUMBER: builtins.int
     TIMING_FIELD_NUMBER: builtins.int
     ASKED_LOGPROBS_FIELD_NUMBER: builtins.int
+    PROMPT_LOGPROBS_FIELD_NUMBER: builtins.int
     request_id: builtins.str
     @property
     def sample_index(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
@@ -875,6 +880,10 @@ class GenerateResponse(google.protobuf.message.Message):
     def asked_logprobs(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.float]:
         """Row-major [token_ids, logprob_token_ids], raw."""
 
+    @property
+    def prompt_logprobs(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.float]:
+        """In the last message: raw, of all tokens of the prompt but the first, its prefix included."""
+
     def __init__(
         self,
         *,
@@ -889,8 +898,9 @@ class GenerateResponse(google.protobuf.message.Message):
         usage: Global___Usage | None = ...,
         timing: Global___Timing | None = ...,
         asked_logprobs: collections.abc.Iterable[builtins.float] | None = ...,
+        prompt_logprobs: collections.abc.Iterable[builtins.float] | None = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["timing", b"timing", "usage", b"usage"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["asked_logprobs", b"asked_logprobs", "finish_reason", b"finish_reason", "logprobs", b"logprobs", "request_id", b"request_id", "sample_index", b"sample_index", "text", b"text", "timing", b"timing", "token_ids", b"token_ids", "token_offsets", b"token_offsets", "top_logprobs", b"top_logprobs", "usage", b"usage"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["asked_logprobs", b"asked_logprobs", "finish_reason", b"finish_reason", "logprobs", b"logprobs", "prompt_logprobs", b"prompt_logprobs", "request_id", b"request_id", "sample_index", b"sample_index", "text", b"text", "timing", b"timing", "token_ids", b"token_ids", "token_offsets", b"token_offsets", "top_logprobs", b"top_logprobs", "usage", b"usage"]) -> None: ...
 
 Global___GenerateResponse: typing_extensions.TypeAlias = GenerateResponse

@@ -85,7 +85,9 @@ class ContextRun:
         chain = self.chain
         if chain is None:
             return True
-        chunk = step.prefill(chain, self._options.kernel, reads_last=self._reads_context)
+        chunk = step.prefill(
+            chain, self._options.kernel, reads_from=chain.length - self._reads_context
+        )
         self.computed_rows += chunk.stop - chunk.start
         is_computed = chunk.stop == chain.length
         if is_computed and self._reads_context:

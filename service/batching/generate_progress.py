@@ -5,6 +5,7 @@ from stemserve.service.batching.job_progress import JobProgress, Ticket
 from stemserve.service.batching.kv_cache import KvCache
 from stemserve.service.batching.prefix_forest import StoredChain
 from stemserve.service.batching.prefix_tree import PageNode
+from stemserve.service.batching.prompt_reads import PromptReads
 from stemserve.service.batching.sample import Draw, Sample, sampler_message
 from stemserve.service.batching.sample_pages import Room, SamplePages
 from stemserve.service.batching.sampler_slots import SamplerSlots
@@ -21,16 +22,6 @@ from stemserve.service.request import (
     SamplerSpec,
     SampleTokens,
 )
-
-
-def generate_pages(job: GenerateJob, page_size: int) -> int:
-    """The most pages that the job needs: the last token's KV is never stored."""
-    prompt_pages = pages_for(len(job.prompt), page_size)
-    if job.max_new_tokens == 1:
-        return prompt_pages
-    shared = len(job.prompt) // page_size
-    whole = pages_for(len(job.prompt) + job.max_new_tokens - 1, page_size)
-    return max(prompt_pages, shared + len(job.samplers) * (whole - shared))
 
 
 def job_guide(job: GenerateJob, spec: SamplerSpec) -> Guide | None:
@@ -57,6 +48,7 @@ class GenerateProgress(JobProgress):
         self._draws: dict[int, list[Draw]] = {}  # by step
         self._counted_tokens = 0  # of the prompt: leading tokens that usage has counted
         self._computed_rows = 0
+        self._reads = PromptReads(job.prompt) if job.prompt_logprobs else None
         self._resumes = False  # it gave its pages up: rows of its samples must run again
         self.output_tokens = 0  # delivered
         self.num_live = len(self._samples)  # samples that have not ended
@@ -141,6 +133,9 @@ class GenerateProgress(JobProgress):
     def deliver(self, outputs: StepOutputs) -> list[Event]:
         news: list[SampleTokens] = []
         failure: JobFailed | None = None
+        if self._reads and (bad := self._reads.deliver(outputs)):
+            self._cache.tree.discard(bad)
+            failure = self._failed("a token of the prompt")
         for draw in self._draws.pop(outputs.step_id, ()):
             sample = draw.sample
             sample.pending -= draw.steps
@@ -182,7 +177,8 @@ class GenerateProgress(JobProgress):
             kv_read_bytes=self.kv_read_bytes,
             kv_avoided_bytes=self.kv_avoided_bytes,
         )
-        return GenerateChunk(self.request_id, (), usage, self.timing(now))
+        logprobs = self._reads.logprobs if self._reads else None
+        return GenerateChunk(self.request_id, (), usage, self.timing(now), logprobs)
 
     def release(self) -> None:
         for sample in self._samples:
@@ -230,10 +226,14 @@ class GenerateProgress(JobProgress):
     def _plan_prompt(self, step: StepBuilder, chain: Chain) -> None:
         live = [sample for sample in self._samples if not sample.has_ended]
         draws = [sample for sample in live if not sample.tokens]
-        chunk = step.prefill(chain, self._job.kernel, reads_last=bool(draws))
+        reads_from = chain.length - bool(draws)
+        reads_from = min(reads_from, self._reads.next_row) if self._reads else reads_from
+        chunk = step.prefill(chain, self._job.kernel, reads_from=reads_from)
         if chunk.start < chunk.stop:
             self._computed_rows += max(0, chunk.stop - max(chunk.start, self._counted_tokens))
             self._counted_tokens = max(self._counted_tokens, chunk.stop)
+            if self._reads:
+                self._reads.plan(step, chunk, chain)
         if chunk.stop == chain.length:
             self._prompt_is_planned = True
             for sample in draws:
@@ -244,7 +244,9 @@ class GenerateProgress(JobProgress):
     def _failure(self, sample: Sample, node: PageNode | None) -> JobFailed:
         if node is not None:
             self._cache.tree.discard(node)
-        place = f"token {len(sample.tokens)} of sample {sample.index}"
+        return self._failed(f"token {len(sample.tokens)} of sample {sample.index}")
+
+    def _failed(self, place: str) -> JobFailed:
         error = EngineFault(f"the model's logits for {place} are not finite numbers")
         return JobFailed(request_id=self.request_id, error=error)
 

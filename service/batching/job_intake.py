@@ -3,11 +3,12 @@
 from collections.abc import Callable
 
 from stemserve.service.batching.admission import Admission, Backlog, BatcherLimits, Demand
-from stemserve.service.batching.generate_progress import GenerateProgress, generate_pages
+from stemserve.service.batching.generate_progress import GenerateProgress
 from stemserve.service.batching.job_progress import JobProgress, Ticket
 from stemserve.service.batching.job_table import JobTable
 from stemserve.service.batching.kv_cache import KvCache
 from stemserve.service.batching.pins import Pins
+from stemserve.service.batching.sample_pages import generate_pages
 from stemserve.service.batching.sampler_slots import SamplerSlots
 from stemserve.service.batching.score_layout import ScoreLayout, lay_out
 from stemserve.service.batching.score_progress import ScoreProgress, context_pages
@@ -41,7 +42,9 @@ class JobIntake:
         return self._take_score(job, arrival, now)
 
     def _take_generate(self, job: GenerateJob, arrival: int, now: float) -> GenerateProgress:
-        hits = min(self._cache.resident_tokens(job.prompt, job.realm), len(job.prompt) - 1)
+        hits = 0  # rows that are read are run, whatever is stored
+        if not job.prompt_logprobs:
+            hits = min(self._cache.resident_tokens(job.prompt, job.realm), len(job.prompt) - 1)
         demand = Demand(
             pages=generate_pages(job, self._cache.page_size),
             samples=len(job.samplers),

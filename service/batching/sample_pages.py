@@ -5,7 +5,7 @@ from enum import Enum, auto
 
 from stemserve.service.batching.kv_cache import KvCache
 from stemserve.service.batching.sample import Sample
-from stemserve.service.batching.sequence import Branch, Chain
+from stemserve.service.batching.sequence import Branch, Chain, pages_for
 from stemserve.service.batching.step_builder import StepBuilder
 from stemserve.service.request import GenerateJob
 
@@ -14,6 +14,16 @@ class Room(Enum):
     FOUND = auto()
     LATER = auto()  # in the next step: the first page is a copy that has to wait
     NONE = auto()  # until others let go of pages
+
+
+def generate_pages(job: GenerateJob, page_size: int) -> int:
+    """The most pages that the job needs: the last token's KV is never stored."""
+    prompt_pages = pages_for(len(job.prompt), page_size)
+    if job.max_new_tokens == 1:
+        return prompt_pages
+    shared = len(job.prompt) // page_size
+    whole = pages_for(len(job.prompt) + job.max_new_tokens - 1, page_size)
+    return max(prompt_pages, shared + len(job.samplers) * (whole - shared))
 
 
 class SamplePages:

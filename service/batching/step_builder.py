@@ -169,20 +169,23 @@ class StepBuilder:
             node.planned = size
         self.mark(chain.nodes[last], stop - last * size)
 
-    def prefill(self, chain: Chain, kernel: int, *, reads_last: bool) -> Chunk:
-        """Compute what no issued step computes of the chain, as far as there is room."""
-        start = chain.planned_tokens()
-        # The last token's keys and values may be stored; its logits are not. Run the row again.
-        runs_again = start == chain.length and reads_last
-        start -= runs_again
+    def prefill(self, chain: Chain, kernel: int, *, reads_from: int) -> Chunk:
+        """Compute what no issued step computes of the chain, as far as there is room.
+
+        The rows of tokens from `reads_from` on are read: keys and values of some may be stored,
+        their logits are not, so that they run again.
+        """
+        planned = chain.planned_tokens()
+        start = min(planned, reads_from)
         stop = min(chain.length, start + self.room)
         if start >= stop:
             return Chunk(start=start, stop=stop, last_row=-1)
-        slots = np.full(1, -1, np.int32) if runs_again else chain.slots(start, stop)
+        slots = chain.slots(start, stop)
+        slots[: planned - start] = -1
         stored = StoredChain(chain.table, stop)
         first_row = self.rows.add_prefill(chain.tokens[start:stop], slots, stored, kernel)
-        if not runs_again:
-            self.mark_chain(chain, start, stop)
+        if planned < stop:
+            self.mark_chain(chain, planned, stop)
         return Chunk(start=start, stop=stop, last_row=first_row + stop - start - 1)
 
     def finish(

@@ -39,6 +39,8 @@ class GenerateAnswer:
         if chunk.usage is not None:
             usage = replace(chunk.usage, output_tokens=self.output_tokens)
             message.usage.CopyFrom(usage_message(usage))
+        if chunk.prompt_logprobs is not None:
+            message.prompt_logprobs.extend(chunk.prompt_logprobs.tolist())
         news_to_send = message.sample_index or chunk.usage is not None
         return (message if news_to_send else None), tuple(stopped)
 

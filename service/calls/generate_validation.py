@@ -73,6 +73,8 @@ def _check_counts(
     check_count("logprob_token_ids", asked, "the most that are read at a position", MOST_ASKED)
     token_bytes = TOKEN_ANSWER_BYTES + request.top_logprobs * TOP_BYTES + asked * ASKED_BYTES
     step_bytes = sample_count(request) * token_bytes * facts.max_burst_steps
+    if request.prompt_logprobs:
+        step_bytes += min(limits.max_request_tokens, facts.context_tokens) * ASKED_BYTES
     allowed = limits.max_message_bytes
     check_count("n", step_bytes, "max_message_bytes, for the answer of one step", allowed)
 

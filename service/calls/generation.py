@@ -84,6 +84,7 @@ class GenerateEncoder:
             tenant=caller.tenant,
             kernel=request.kernel,
             constraint=constraint,
+            prompt_logprobs=request.prompt_logprobs,
         )
 
     async def _constraint(self, request: inference_pb2.GenerateRequest) -> Constraint | None:

@@ -110,6 +110,10 @@ LogprobToken = Annotated[
     ),
 ]
 
+PromptLogprobs = Annotated[
+    bool, typer.Option("--prompt-logprobs", help="Also the log-probability of the prompt's tokens.")
+]
+
 
 def generate(
     prompt: Prompt = "",
@@ -139,6 +143,7 @@ def generate(
     regex: Regex = None,
     json_schema: JsonSchema = None,
     grammar: Grammar = None,
+    prompt_logprobs: PromptLogprobs = False,
     priority: Priority = 0,
     kernel: Kernel = None,
     server: Server = SERVER,
@@ -185,6 +190,7 @@ def generate(
         logprobs=logprobs,
         top_logprobs=top_logprobs,
         logprob_token_ids=logprob_token or (),
+        prompt_logprobs=prompt_logprobs,
         priority=priority,
         kernel=kernel_value(kernel),
     )

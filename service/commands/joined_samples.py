@@ -55,6 +55,7 @@ class JoinedSamples:
             joined.logprobs.extend(sample.logprobs)
             joined.top_logprobs.extend(sample.top_logprobs)
             joined.asked_logprobs.extend(sample.asked_logprobs)
+        joined.prompt_logprobs.extend(self._last.prompt_logprobs)
         if self._last.HasField("usage"):
             joined.usage.CopyFrom(self._last.usage)
         if self._last.HasField("timing"):

@@ -97,6 +97,7 @@ class Generated:
         default_factory=dict[int, list[dict[int, float]]]
     )
     asked: dict[int, list[list[float]]] = field(default_factory=dict[int, list[list[float]]])
+    prompt_logprobs: list[float] = field(default_factory=list[float])
     usage: inference_pb2.Usage = field(default_factory=inference_pb2.Usage)
 
     def add(self, message: inference_pb2.GenerateResponse) -> None:
@@ -115,6 +116,7 @@ class Generated:
                 self.asked.setdefault(sample, []).extend(rows[start:end].tolist())
             if message.finish_reason[at]:
                 self.finish[sample] = message.finish_reason[at]
+        self.prompt_logprobs += message.prompt_logprobs
         if message.HasField("usage"):
             self.usage = message.usage
 

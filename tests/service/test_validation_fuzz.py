@@ -123,6 +123,7 @@ def generates(draw: st.DrawFn) -> GenerateRequest:
     request = GenerateRequest(prompt=draw(GOOD_CONTEXTS), max_new_tokens=3)
     request.n = draw(st.integers(1, 3))
     request.min_new_tokens = draw(st.integers(0, 3))
+    request.prompt_logprobs = draw(st.booleans())
     request.stop.extend(draw(st.lists(st.text("ab", min_size=1), max_size=2)))
     if draw(st.integers(0, 2)) == 0:
         request.MergeFrom(draw(ODD_GENERATES))

@@ -18,7 +18,7 @@ def test_each_sample_gets_its_likeliest_tokens_and_then_those_it_asks_for(seed: 
     logits = rng.normal(0, 3, (rows, VOCAB)).astype(np.float32)
     likeliest = rng.choice([0, 0, 1, 5], rows)
     asked: list[list[int]] = [
-        rng.integers(0, VOCAB, rng.choice([0, 0, 1, 7])).tolist() for _ in range(rows)
+        rng.integers(0, VOCAB, int(rng.choice([0, 0, 1, 7]))).tolist() for _ in range(rows)
     ]
     samplers = [
         message(
@@ -35,8 +35,8 @@ def test_each_sample_gets_its_likeliest_tokens_and_then_those_it_asks_for(seed: 
     exact = logits.astype(np.float64)
     exact -= np.log(np.exp(exact).sum(-1, keepdims=True))
     for row in range(rows):
-        wanted: list[int] = np.argsort(-logits[row], kind="stable")[: likeliest[row]].tolist()
-        wanted += asked[row]
+        by_logit: list[int] = np.argsort(-logits[row], kind="stable").tolist()
+        wanted = by_logit[: likeliest[row]] + asked[row]
         assert drawn.top_counts[row] == len(wanted)
         assert drawn.top_ids[row, : len(wanted)].numpy().tolist() == wanted
         found = drawn.top_logprobs[row, : len(wanted)].numpy()

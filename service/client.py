@@ -1,12 +1,9 @@
 """The async client library: typed calls of a stemserve server."""
 
-import json
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
 from contextlib import aclosing
 from types import TracebackType
-from typing import Any, Self, TypeVar
-
-import grpc
+from typing import Any, Self
 
 from stemserve.proto.v1 import (
     inference_pb2,
@@ -18,38 +15,16 @@ from stemserve.proto.v1 import (
 )
 from stemserve.service import client_decoding as decoding
 from stemserve.service.chat_request import chat_request
-from stemserve.service.client_channel import PLAINTEXT, Access, open_channel
-from stemserve.service.client_errors import ClientError, client_error, status_error
+from stemserve.service.client_calls import NOT_KNOWN, Calls, Metadata, answer_of, answers_of
+from stemserve.service.client_channel import OPTIONS, PLAINTEXT, Access, open_channel
+from stemserve.service.client_errors import ClientError, status_error
+from stemserve.service.client_prefixes import KnownPrefixes, with_id
 from stemserve.service.client_results import GenerateStep, Prefix, Scores
+from stemserve.service.client_routing import route
 from stemserve.service.packed_tokens import pack
 from stemserve.service.request import Int32
 
 Mode = inference_pb2.LabelProbabilities | inference_pb2.LogLikelihood | inference_pb2.Classification
-Answer = TypeVar("Answer")
-
-MAX_MESSAGE_BYTES = 64 << 20
-RETRIES = {
-    "methodConfig": [
-        {
-            "name": [{"service": ""}],
-            "retryPolicy": {
-                "maxAttempts": 3,
-                "initialBackoff": "0.05s",
-                "maxBackoff": "1s",
-                "backoffMultiplier": 2,
-                "retryableStatusCodes": ["UNAVAILABLE"],
-            },
-        }
-    ]
-}
-OPTIONS: Sequence[tuple[str, Any]] = (
-    ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
-    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
-    ("grpc.keepalive_time_ms", 30_000),
-    ("grpc.keepalive_timeout_ms", 20_000),
-    ("grpc.http2.ping_timeout_ms", 20_000),  # else a minute, whatever the line above says
-    ("grpc.service_config", json.dumps(RETRIES)),
-)
 
 
 class Client:
@@ -59,14 +34,25 @@ class Client:
     """
 
     def __init__(
-        self, target: str, *, timeout_s: float | None = None, access: Access = PLAINTEXT
+        self,
+        target: str,
+        *,
+        timeout_s: float | None = None,
+        access: Access = PLAINTEXT,
+        reregister: bool = False,
     ) -> None:
-        """`timeout_s` is the deadline of each call. Raises OSError if a file of `access` is bad."""
+        """`timeout_s` is the deadline of each call. Raises OSError if a file of `access` is bad.
+
+        `reregister` is for a router before several servers: a prefix that this client registered
+        is registered again on a server that does not know it, also where it had expired.
+        """
         self._channel = open_channel(target, access, OPTIONS)
         self._timeout_s = timeout_s
         self._inference: Any = inference_pb2_grpc.InferenceStub(self._channel)
         self._prefixes: Any = prefixes_pb2_grpc.PrefixesStub(self._channel)
         self._info: Any = info_pb2_grpc.InfoStub(self._channel)
+        self._known = KnownPrefixes() if reregister else None
+        self._calls = Calls(self._prefixes, known=self._known, timeout_s=timeout_s)
 
     async def __aenter__(self) -> Self:
         return self
@@ -123,8 +109,9 @@ class Client:
         )
 
     async def score_request(self, request: inference_pb2.ScoreRequest) -> Scores:
-        call = self._inference.Score(request, timeout=self._timeout_s)
-        response: inference_pb2.ScoreResponse = await _answer(call)
+        response: inference_pb2.ScoreResponse = await self._calls.answer(
+            self._inference.Score, request
+        )
         return decoding.scores(response)
 
     async def score_parts(
@@ -139,7 +126,8 @@ class Client:
         async def message() -> AsyncGenerator[inference_pb2.ScoreStreamRequest, None]:
             yield inference_pb2.ScoreStreamRequest(request=request, stream_items=most_items)
 
-        async with aclosing(self.score_stream(message())) as answers:
+        stream = self._score_stream(message(), route(request))
+        async with aclosing(stream) as answers:
             async for _, part in answers:
                 if isinstance(part, ClientError):
                     raise part
@@ -150,6 +138,15 @@ class Client:
         requests: AsyncIterator[inference_pb2.ScoreRequest | inference_pb2.ScoreStreamRequest],
     ) -> AsyncGenerator[tuple[str, Scores | ClientError], None]:
         """Answers by request id as they are ready. ScoreStreamRequest asks for parts or cancels."""
+        async with aclosing(self._score_stream(requests, ())) as answers:
+            async for answer in answers:
+                yield answer
+
+    async def _score_stream(
+        self,
+        requests: AsyncIterator[inference_pb2.ScoreRequest | inference_pb2.ScoreStreamRequest],
+        metadata: Metadata,
+    ) -> AsyncGenerator[tuple[str, Scores | ClientError], None]:
 
         async def messages() -> AsyncGenerator[inference_pb2.ScoreStreamRequest, None]:
             async for request in requests:
@@ -158,8 +155,8 @@ class Client:
                 else:
                     yield inference_pb2.ScoreStreamRequest(request=request)
 
-        call = self._inference.ScoreStream(messages(), timeout=self._timeout_s)
-        async with aclosing(_answers(call, inference_pb2.ScoreStreamResponse)) as answers:
+        call = self._inference.ScoreStream(messages(), timeout=self._timeout_s, metadata=metadata)
+        async with aclosing(answers_of(call, inference_pb2.ScoreStreamResponse)) as answers:
             async for answer in answers:
                 if answer.HasField("error"):
                     yield answer.request_id, status_error(answer.error)
@@ -170,10 +167,21 @@ class Client:
         self, request: inference_pb2.GenerateRequest
     ) -> AsyncGenerator[GenerateStep, None]:
         """Closing it early cancels the call."""
-        call = self._inference.Generate(request, timeout=self._timeout_s)
-        async with aclosing(_answers(call, inference_pb2.GenerateResponse)) as answers:
-            async for answer in answers:
-                yield decoding.generate_step(answer)
+        begun = tried_again = False
+        while True:
+            call = self._inference.Generate(
+                request, timeout=self._timeout_s, metadata=route(request)
+            )
+            try:
+                async with aclosing(answers_of(call, inference_pb2.GenerateResponse)) as answers:
+                    async for answer in answers:
+                        begun = True
+                        yield decoding.generate_step(answer)
+                return
+            except ClientError as error:
+                if begun or tried_again or not await self._calls.registered_again(error, request):
+                    raise
+                tried_again = True
 
     async def chat(
         self,
@@ -194,23 +202,26 @@ class Client:
                 yield step
 
     async def register(self, request: prefixes_pb2.RegisterRequest) -> Prefix:
-        call = self._prefixes.Register(request, timeout=self._timeout_s)
-        response: prefixes_pb2.RegisterResponse = await _answer(call)
+        if self._known is not None:
+            request = with_id(request)
+        response: prefixes_pb2.RegisterResponse = await self._calls.answer(
+            self._prefixes.Register, request
+        )
+        if self._known is not None:
+            self._known.remember(request)
         return decoding.prefix(response.prefix)
 
     async def get_prefix(self, prefix_id: str) -> Prefix:
         request = prefixes_pb2.GetRequest(prefix_id=prefix_id)
-        response: prefixes_pb2.GetResponse = await _answer(
-            self._prefixes.Get(request, timeout=self._timeout_s)
-        )
+        response: prefixes_pb2.GetResponse = await self._calls.answer(self._prefixes.Get, request)
         return decoding.prefix(response.prefix)
 
     async def list_prefixes(self) -> tuple[Prefix, ...]:
-        """All of them, page by page."""
+        """All of them, page by page. Behind a router: those of one server."""
         prefixes, token = list[Prefix](), ""
         while True:
             request = prefixes_pb2.ListRequest(page_token=token)
-            response: prefixes_pb2.ListResponse = await _answer(
+            response: prefixes_pb2.ListResponse = await answer_of(
                 self._prefixes.List(request, timeout=self._timeout_s)
             )
             prefixes += map(decoding.prefix, response.prefixes)
@@ -220,33 +231,40 @@ class Client:
 
     async def renew_prefix(self, prefix_id: str, *, ttl_seconds: float = 0.0) -> Prefix:
         request = prefixes_pb2.RenewRequest(prefix_id=prefix_id, ttl_seconds=ttl_seconds)
-        response: prefixes_pb2.RenewResponse = await _answer(
-            self._prefixes.Renew(request, timeout=self._timeout_s)
+        response: prefixes_pb2.RenewResponse = await self._calls.answer(
+            self._prefixes.Renew, request
         )
         return decoding.prefix(response.prefix)
 
     async def release_prefix(self, prefix_id: str) -> None:
+        """Behind a router: on the server that calls with it go to; others drop it in its time."""
         request = prefixes_pb2.ReleaseRequest(prefix_id=prefix_id)
-        await _answer(self._prefixes.Release(request, timeout=self._timeout_s))
+        was_known = self._known is not None and prefix_id in self._known
+        if self._known is not None:
+            self._known.forget(prefix_id)
+        try:
+            await self._calls.answer(self._prefixes.Release, request)
+        except ClientError as error:
+            if not was_known or error.reason != NOT_KNOWN:
+                raise
 
     async def model(self) -> info_pb2.GetModelResponse:
         call = self._info.GetModel(info_pb2.GetModelRequest(), timeout=self._timeout_s)
-        response: info_pb2.GetModelResponse = await _answer(call)
+        response: info_pb2.GetModelResponse = await answer_of(call)
         return response
 
     async def limits(self) -> info_pb2.GetLimitsResponse:
         call = self._info.GetLimits(info_pb2.GetLimitsRequest(), timeout=self._timeout_s)
-        response: info_pb2.GetLimitsResponse = await _answer(call)
+        response: info_pb2.GetLimitsResponse = await answer_of(call)
         return response
 
     async def load(self) -> info_pb2.GetLoadResponse:
         call = self._info.GetLoad(info_pb2.GetLoadRequest(), timeout=self._timeout_s)
-        response: info_pb2.GetLoadResponse = await _answer(call)
+        response: info_pb2.GetLoadResponse = await answer_of(call)
         return response
 
     async def explain(self, request: info_pb2.ExplainRequest) -> info_pb2.ExplainResponse:
-        call = self._info.Explain(request, timeout=self._timeout_s)
-        response: info_pb2.ExplainResponse = await _answer(call)
+        response: info_pb2.ExplainResponse = await self._calls.answer(self._info.Explain, request)
         return response
 
 
@@ -270,20 +288,3 @@ def _with_mode(
     if options is not None:
         request.MergeFrom(options)
     return request
-
-
-async def _answer(call: Awaitable[Any]) -> Any:
-    try:
-        return await call
-    except grpc.aio.AioRpcError as error:
-        raise client_error(error) from error
-
-
-async def _answers(call: Any, kind: type[Answer]) -> AsyncGenerator[Answer, None]:
-    try:
-        async for answer in call:
-            yield answer
-    except grpc.aio.AioRpcError as error:
-        raise client_error(error) from error
-    finally:
-        call.cancel()

@@ -1,11 +1,36 @@
 """Open a channel to a server: plaintext or TLS, with a key or token if callers are told apart."""
 
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import grpc
+
+MAX_MESSAGE_BYTES = 64 << 20
+RETRIES = {
+    "methodConfig": [
+        {
+            "name": [{"service": ""}],
+            "retryPolicy": {
+                "maxAttempts": 3,
+                "initialBackoff": "0.05s",
+                "maxBackoff": "1s",
+                "backoffMultiplier": 2,
+                "retryableStatusCodes": ["UNAVAILABLE"],
+            },
+        }
+    ]
+}
+OPTIONS: Sequence[tuple[str, Any]] = (
+    ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.keepalive_time_ms", 30_000),
+    ("grpc.keepalive_timeout_ms", 20_000),
+    ("grpc.http2.ping_timeout_ms", 20_000),  # else a minute, whatever the line above says
+    ("grpc.service_config", json.dumps(RETRIES)),
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -9,8 +9,7 @@ from typing import Annotated, TypeVar
 import grpc
 import typer
 
-from stemserve.service.client import OPTIONS
-from stemserve.service.client_channel import PLAINTEXT, Access, open_channel
+from stemserve.service.client_channel import OPTIONS, PLAINTEXT, Access, open_channel
 from stemserve.service.client_errors import client_error
 from stemserve.service.commands.failure import fail, fail_call
 

@@ -9,6 +9,7 @@ from rich.table import Table
 from rich.tree import Tree
 
 from stemserve.proto.v1 import info_pb2, info_pb2_grpc
+from stemserve.service.client_routing import route
 from stemserve.service.commands.call import (
     SERVER,
     TIMEOUT_S,
@@ -95,7 +96,9 @@ def explain(
 async def _explain(
     channel: Channel, request: info_pb2.ExplainRequest, timeout_s: float
 ) -> info_pb2.ExplainResponse:
-    return await info_pb2_grpc.InfoStub(channel).Explain(request, timeout=timeout_s)
+    return await info_pb2_grpc.InfoStub(channel).Explain(
+        request, timeout=timeout_s, metadata=route(request)
+    )
 
 
 def _print(response: info_pb2.ExplainResponse, json_wanted: bool) -> None:

@@ -9,6 +9,7 @@ import typer
 from rich.console import Console
 
 from stemserve.proto.v1 import inference_pb2, inference_pb2_grpc
+from stemserve.service.client_routing import route
 from stemserve.service.commands.call import (
     SERVER,
     TIMEOUT_S,
@@ -222,7 +223,7 @@ async def _generate(
 ) -> None:
     stub = inference_pb2_grpc.InferenceStub(channel)
     samples = JoinedSamples(request.n)
-    async for message in stub.Generate(request, timeout=timeout_s):
+    async for message in stub.Generate(request, timeout=timeout_s, metadata=route(request)):
         samples.add(message)
         if not json_wanted:
             _print_news(message, samples)

@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from stemserve.proto.v1 import prefixes_pb2, prefixes_pb2_grpc
+from stemserve.service.client_routing import route
 from stemserve.service.commands.call import (
     SERVER,
     TIMEOUT_S,
@@ -77,7 +78,9 @@ def register(
     )
 
     async def run(channel: Channel) -> prefixes_pb2.RegisterResponse:
-        return await prefixes_pb2_grpc.PrefixesStub(channel).Register(request, timeout=timeout)
+        return await prefixes_pb2_grpc.PrefixesStub(channel).Register(
+            request, timeout=timeout, metadata=route(request)
+        )
 
     response = call(server, run)
     _print(response, [response.prefix], as_json)
@@ -94,7 +97,9 @@ def get(
     request = prefixes_pb2.GetRequest(prefix_id=prefix_id)
 
     async def run(channel: Channel) -> prefixes_pb2.GetResponse:
-        return await prefixes_pb2_grpc.PrefixesStub(channel).Get(request, timeout=timeout)
+        return await prefixes_pb2_grpc.PrefixesStub(channel).Get(
+            request, timeout=timeout, metadata=route(request)
+        )
 
     response = call(server, run)
     _print(response, [response.prefix], as_json)
@@ -134,7 +139,9 @@ def renew(
     request = prefixes_pb2.RenewRequest(prefix_id=prefix_id, ttl_seconds=ttl_seconds)
 
     async def run(channel: Channel) -> prefixes_pb2.RenewResponse:
-        return await prefixes_pb2_grpc.PrefixesStub(channel).Renew(request, timeout=timeout)
+        return await prefixes_pb2_grpc.PrefixesStub(channel).Renew(
+            request, timeout=timeout, metadata=route(request)
+        )
 
     response = call(server, run)
     _print(response, [response.prefix], as_json)
@@ -151,7 +158,9 @@ def release(
     request = prefixes_pb2.ReleaseRequest(prefix_id=prefix_id)
 
     async def run(channel: Channel) -> prefixes_pb2.ReleaseResponse:
-        return await prefixes_pb2_grpc.PrefixesStub(channel).Release(request, timeout=timeout)
+        return await prefixes_pb2_grpc.PrefixesStub(channel).Release(
+            request, timeout=timeout, metadata=route(request)
+        )
 
     response = call(server, run)
     if as_json:

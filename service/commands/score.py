@@ -8,6 +8,7 @@ from rich.console import Console
 from rich.table import Table
 
 from stemserve.proto.v1 import inference_pb2, inference_pb2_grpc
+from stemserve.service.client_routing import route
 from stemserve.service.commands.call import (
     SERVER,
     TIMEOUT_S,
@@ -135,7 +136,9 @@ def score(
 async def _score(
     channel: Channel, request: inference_pb2.ScoreRequest, timeout_s: float
 ) -> inference_pb2.ScoreResponse:
-    return await inference_pb2_grpc.InferenceStub(channel).Score(request, timeout=timeout_s)
+    return await inference_pb2_grpc.InferenceStub(channel).Score(
+        request, timeout=timeout_s, metadata=route(request)
+    )
 
 
 def _print(

@@ -94,7 +94,11 @@ static_resources:
           use_hostname_for_hashing: true
           {{- end }}
       circuit_breakers:
-        thresholds: [{max_requests: {{ $v.router.maxRequests | int }}, max_pending_requests: {{ $v.router.maxRequests | int }}}]
+        thresholds:
+          - max_requests: {{ $v.router.maxRequests | int }}
+            max_pending_requests: {{ $v.router.maxRequests | int }}
+            # All calls of a server that dies are tried again elsewhere at once.
+            max_retries: {{ $v.router.maxRequests | int }}
       typed_extension_protocol_options:
         envoy.extensions.upstreams.http.v3.HttpProtocolOptions:
           "@type": type.googleapis.com/envoy.extensions.upstreams.http.v3.HttpProtocolOptions

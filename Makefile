@@ -9,7 +9,7 @@ STAMP := $(VENV)/.installed
 PROTO_VENV := .venv-proto
 PROTOS := $(sort $(wildcard proto/v1/*.proto))
 
-.PHONY: install model demo test bench-cpu bench-frontend bench-ranking bench-yes-no bench-kernels bench-engine load faults fuzz soak check proto proto-check wheel clean
+.PHONY: install model demo test bench-cpu bench-frontend bench-ranking bench-yes-no bench-kernels bench-engine load faults fuzz soak check proto proto-check metrics-docs dashboards prometheus wheel clean
 
 install: $(STAMP)
 
@@ -34,7 +34,7 @@ $(MODEL): | $(STAMP)
 demo: $(STAMP) $(MODEL)
 	$(BIN)/python examples/demo.py --model $(MODEL)
 
-test: $(STAMP) $(MODEL)
+test: $(STAMP) $(MODEL) prometheus
 	$(BIN)/pytest -m "not gpu"
 
 # Options in ARGS, such as ARGS=--quick; ARGS=--help lists them.
@@ -99,6 +99,16 @@ proto: $(PROTO_VENV)/.installed
 proto-check: proto
 	$(PROTO_VENV)/bin/buf lint $(PROTO_VENV)/image.binpb --config buf.yaml --path stemserve/proto
 	@git diff --exit-code -- proto || (echo "generated code differs: run make proto and commit"; exit 1)
+
+metrics-docs: $(STAMP)
+	$(BIN)/python -m stemserve.service.metrics_page docs/metrics.md
+
+dashboards:
+	$(PYTHON) deploy/grafana/make_dashboards.py
+
+# Debian's build, for tests of rules and dashboards; without it they are skipped.
+prometheus:
+	@$(PYTHON) deploy/prometheus/get_prometheus.py .cache/prometheus || echo "no Prometheus: some tests will be skipped"
 
 wheel: $(STAMP)
 	$(BIN)/python -m build --wheel

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import uvloop
-from prometheus_client import CollectorRegistry
+from prometheus_client import CollectorRegistry, ProcessCollector
 
 import stemserve
 from stemserve.service.batching.admission import TenantShare
@@ -93,6 +93,7 @@ class _Core:
         registry = CollectorRegistry()
         inbox: Inbox = queue.SimpleQueue()
         self.registry = registry
+        ProcessCollector(registry=registry)
         self.metrics = Metrics(registry, tuple(config.tenants))
         self.health = Health(SERVICES, note_serving=self.metrics.ready)
         self.engine = ThreadedEngine(inbox, max_unread_tokens=config.limits.max_unread_tokens)

@@ -16,14 +16,23 @@ from stemserve.service.errors import (
 )
 
 # Seconds; the threshold of an objective must equal a bound.
-TTFT = (0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.15, 0.25, 0.5, 0.75, 1, 2.5, 5, 10, 20, 40)
+TTFT = (
+    *(0.005, 0.01, 0.02, 0.04, 0.05, 0.06, 0.08, 0.1, 0.15, 0.25, 0.5, 0.75),
+    *(1, 2.5, 5, 10, 20, 40),
+)
 TPOT = (0.002, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.03, 0.04, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1)
 ITEM = (0.0001, 0.00025, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.25, 0.5, 1)
 COMPILE = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5)
 QUEUE = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30)
 STEP = (0.0005, 0.001, 0.002, 0.004, 0.006, 0.008, 0.01, 0.015, 0.02, 0.03, 0.05, 0.1, 0.2, 0.5, 1)
-RPC = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.2, 0.3, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
+RPC = (
+    *(0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.2, 0.25, 0.3, 0.5),
+    *(1, 2.5, 5, 10, 30, 60, 120),
+)
+RATIO = (0.25, 0.5, 0.67, 0.8, 0.9, 1, 1.11, 1.25, 1.5, 2, 4)
+SHARE = (0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 1)
 COUNT = tuple(2**power for power in range(13))
+ROWS = tuple(2**power for power in range(15))  # a step has up to 9,216
 
 METHODS = ("score", "score_stream", "generate", "register", "get", "list", "renew", "release")
 INFO_METHODS = ("get_model", "get_limits", "get_load", "explain")
@@ -54,10 +63,13 @@ REJECTIONS: Mapping[type[RequestError], str] = {
     NotReady: "draining",
 }
 CONSTRAINTS = ("choice", "regex", "json_schema", "grammar", "token_sequences")
+PHASES = ("prefill", "decode", "mixed")
 SCORE_MODES = ("label_probabilities", "log_likelihood", "classification")
 PREFILL_PATHS = ("naive", "split", "ragged", "cascade", "multi_item", "custom_mask", "codec")
 DECODE_PATHS = ("paged", "cascade", "codec")
 OP_PATHS = (*product(("prefill",), PREFILL_PATHS), *product(("decode",), DECODE_PATHS))
 REASONS = ("cost_model", "forced", "fallback", "only", "graph")
 FALLBACK = "fallback"
-UNSUPPORTED = "unsupported"
+FALLBACKS = ("refused", "withheld", "lacking")
+GRAPH_PATHS = ("decode_graph", "pieces")
+GRAPH_FALLBACKS = ("rows", "plan", "dropped")

@@ -1,37 +1,32 @@
-"""Every Prometheus instrument of the front end."""
+"""Metrics of calls and of the server; those of the engine are in step_metrics."""
 
-from collections.abc import Mapping, Sequence
-from itertools import product
+from collections.abc import Sequence
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from prometheus_client import CollectorRegistry
 
-from stemserve.proto.v1 import inference_pb2, worker_pb2
 from stemserve.service.access_config import UNNAMED
 from stemserve.service.caller import current_caller
 from stemserve.service.errors import RequestError
+from stemserve.service.instruments import Instruments
 from stemserve.service.metric_labels import (
     AUTH_FAILURES,
     CODES,
     COMPILE,
     CONSTRAINTS,
     COUNT,
-    FALLBACK,
     INFO_METHODS,
     ITEM,
     METHODS,
-    OP_PATHS,
     PRIORITIES,
     QUEUE,
-    REASONS,
     REJECTIONS,
     RPC,
     SCORE_MODES,
-    STEP,
     TPOT,
     TTFT,
-    UNSUPPORTED,
 )
-from stemserve.service.request import JobTiming, JobUsage, Load, WorkerFacts
+from stemserve.service.request import JobTiming, JobUsage, WorkerFacts
+from stemserve.service.step_metrics import StepMetrics
 
 
 class Metrics:
@@ -39,12 +34,16 @@ class Metrics:
 
     def __init__(self, registry: CollectorRegistry, tenants: Sequence[str] = ()) -> None:
         """`tenants` are those that the configuration names; all other callers count together."""
-        self._registry = registry
+        make = Instruments(registry)
         self._tenants = (*tenants, UNNAMED)
-        self._make_request_instruments()
-        self._make_token_instruments()
-        self._make_step_instruments()
-        self._make_state_instruments()
+        self._make_request_instruments(make)
+        self._make_latency_instruments(make)
+        self._make_token_instruments(make)
+        self._make_constraint_instruments(make)
+        steps = StepMetrics(registry)
+        self.observe_step = steps.observe_step
+        self.observe_load = steps.observe_load
+        self._make_state_instruments(make)
 
     def finished(self, method: str, code: str, seconds: float) -> None:
         self._requests.labels(method, code, self._tenant).inc()
@@ -77,9 +76,8 @@ class Metrics:
             self._score_item.labels(mode).observe(timing.engine_s / items)
 
     def first_token(self, usage: JobUsage, prompt_tokens: int, seconds: float) -> None:
-        cached = usage.cached_tokens
-        hit = "hit" if cached >= prompt_tokens - 1 else "partial"
-        self._ttft.labels(hit if cached else "miss").observe(seconds)
+        outcome = _outcome(usage.cached_tokens, prompt_tokens)
+        self._ttft.labels("hit" if outcome == "full" else outcome).observe(seconds)
 
     def streamed(self, gaps: Sequence[tuple[float, int]]) -> None:
         """Seconds between messages with tokens of one request, and the steps of the later one."""
@@ -102,39 +100,17 @@ class Metrics:
         self._output_tokens.inc(usage.output_tokens)
         self._lookup_tokens.inc(looked_up_tokens)
         self._hit_tokens.labels("hbm").inc(usage.cached_tokens)
-
-    def observe_step(self, result: worker_pb2.StepResult, load: Load) -> None:
-        rows = dict.fromkeys((group.phase for group in result.groups), 0)
-        for group in result.groups:
-            rows[group.phase] += group.rows
-            self._observe_group(group)
-        for phase, count in rows.items():
-            self._batch_rows.labels(phase).observe(count)
-        if rows:
-            phase = next(iter(rows)) if len(rows) == 1 else "mixed"
-            self._step.labels(phase).observe(result.step_seconds)
-            self._device_busy.labels(phase).inc(result.device_seconds)
-            self._device_idle.labels(phase).inc(result.device_idle_seconds)
-        if result.memory_shortages:
-            self._shortages.inc(result.memory_shortages)
-        self.observe_load(load)
-
-    def observe_load(self, load: Load) -> None:
-        for name, waiting in zip(PRIORITIES, load.queued_by_priority, strict=True):
-            self._waiting.labels(name).set(waiting)
-        self._running.set(load.running_requests)
-        self._waiting_tokens.set(load.queued_tokens)
-        self._kv_blocks.labels("free").set(load.free_pages)
-        self._kv_blocks.labels("cached").set(load.cached_pages)
-        self._kv_blocks.labels("used").set(load.used_pages)
-        pages = load.free_pages + load.cached_pages + load.used_pages
-        self._kv_utilization.set(load.used_pages / pages if pages else 0)
+        if looked_up_tokens:
+            self._lookups.labels(_outcome(usage.cached_tokens, looked_up_tokens)).inc()
 
     def describe(self, facts: WorkerFacts, version: str) -> None:
         blocks = (str(facts.page_size), str(facts.kv_pages))
         self._cache_config.labels(*blocks, facts.kv_dtype).set(1)
-        self._build.labels(version, "", "", "").set(1)
-        self._model.labels(facts.model, "", facts.dtype, "1").set(1)
+        self._build.labels(version, facts.torch_version, facts.cuda_version).set(1)
+        self._model.labels(facts.model, facts.dtype, facts.device).set(1)
+
+    def prefixes(self, registered: int) -> None:
+        self._prefixes.set(registered)
 
     def worker_up(self, up: bool) -> None:
         self._worker_up.labels("0").set(up)
@@ -142,168 +118,123 @@ class Metrics:
     def worker_restarted(self, reason: str) -> None:
         self._worker_restarts.labels(reason).inc()
 
+    def model_loaded(self, seconds: float) -> None:
+        self._load_seconds.set(seconds)
+
     def ready(self, ready: bool) -> None:
         self._ready.set(ready)
 
-    def _observe_group(self, group: worker_pb2.GroupReport) -> None:
-        path = inference_pb2.Kernel.Name(group.kernel).removeprefix("KERNEL_").lower()
-        choice = (group.phase, path)
-        self._selected.labels(*choice, group.reason).inc()
-        if group.reason == FALLBACK:
-            self._fallbacks.labels(*choice, UNSUPPORTED).inc()
-        self._kv_read.labels(*choice).inc(group.kv_read_bytes)
-        self._kv_avoided.labels(*choice).inc(group.kv_avoided_bytes)
-        if group.actual_seconds > 0:
-            self._predicted.labels(*choice).inc(group.predicted_seconds)
-            self._actual.labels(*choice).inc(group.actual_seconds)
-
-    def _make_request_instruments(self) -> None:
-        methods = (*METHODS, *INFO_METHODS)
-        self._requests = self._counter(
-            "requests", "RPCs finished", method=methods, code=CODES, tenant=self._tenants
+    def _make_request_instruments(self, make: Instruments) -> None:
+        self._requests = make.counter(
+            "requests",
+            "Calls that ended",
+            method=(*METHODS, *INFO_METHODS),
+            code=CODES,
+            tenant=self._tenants,
         )
-        self._duration = self._histogram(
-            "request_duration_seconds", "admission to last byte", RPC, method=methods
-        )
-        self._queue = self._histogram(
-            "request_queue_seconds",
-            "admission to first schedule",
-            QUEUE,
-            method=("score", "generate"),
-            priority=PRIORITIES,
-        )
-        self._waiting = self._gauge("requests_waiting", "queued requests", priority=PRIORITIES)
-        self._running = self._gauge("requests_running", "scheduled requests")
-        self._waiting_tokens = self._gauge("waiting_tokens", "queued tokens to compute")
-        self._rejected = self._counter(
+        self._rejected = make.counter(
             "admission_rejected",
-            "rejected before scheduling",
+            "Calls refused before they were scheduled",
             reason=tuple(dict.fromkeys(REJECTIONS.values())),
             tenant=self._tenants,
         )
-        self._auth_failures = self._counter(
-            "auth_failures", "calls without a valid credential", reason=AUTH_FAILURES
+        self._auth_failures = make.counter(
+            "auth_failures", "Calls without a valid credential", reason=AUTH_FAILURES
         )
-        self._cancelled = self._counter(
+        self._cancelled = make.counter(
             "requests_cancelled",
-            "cancelled; queued is before the engine took the job",
+            "Calls given up, by where they were; queued is before the engine took the job",
             phase=("queued", "prefill", "decode"),
             cause=("client", "deadline"),
         )
 
-    def _make_token_instruments(self) -> None:
-        self._ttft = self._histogram(
-            "time_to_first_token_seconds", "TTFT", TTFT, prefix=("hit", "partial", "miss")
+    def _make_latency_instruments(self, make: Instruments) -> None:
+        self._duration = make.histogram(
+            "request_duration_seconds",
+            "Time of a call, from its arrival to its last byte",
+            RPC,
+            method=(*METHODS, *INFO_METHODS),
         )
-        self._tpot = self._histogram(
-            "time_per_output_token_seconds", "mean of a request's inter-token times", TPOT
+        self._queue = make.histogram(
+            "request_queue_seconds",
+            "From submission to the first planned step",
+            QUEUE,
+            method=("score", "generate"),
+            priority=PRIORITIES,
         )
-        self._inter_token = self._histogram(
-            "inter_token_seconds", "time from token to token, averaged over each message", TPOT
+        self._ttft = make.histogram(
+            "time_to_first_token_seconds",
+            "To the first token of a generation, by how much of the prompt was cached",
+            TTFT,
+            prefix=("hit", "partial", "miss"),
         )
-        self._score_item = self._histogram(
-            "score_item_seconds", "engine time of a request over its items", ITEM, path=SCORE_MODES
+        self._tpot = make.histogram(
+            "time_per_output_token_seconds", "Mean of a request's inter-token times", TPOT
         )
-        self._score_request_items = self._histogram("score_request_items", "items per call", COUNT)
-        self._score_items = self._counter("score_items", "items scored")
-        self._prompt_tokens = self._counter(
+        self._inter_token = make.histogram(
+            "inter_token_seconds", "Time from token to token, averaged over each message", TPOT
+        )
+        self._score_item = make.histogram(
+            "score_item_seconds",
+            "Engine time of a Score call over its items; once a call",
+            ITEM,
+            path=SCORE_MODES,
+        )
+
+    def _make_token_instruments(self, make: Instruments) -> None:
+        self._score_request_items = make.histogram(
+            "score_request_items", "Items of a Score call", COUNT
+        )
+        self._score_items = make.counter("score_items", "Items scored")
+        self._prompt_tokens = make.counter(
             "prompt_tokens",
-            "prompt tokens by how they were satisfied",
+            "Prompt, context and item tokens: computed, shared within the call, or cached (hbm)",
             source=("computed", "dedup_in_batch", "hbm"),
         )
-        self._output_tokens = self._counter("output_tokens", "generated tokens")
-        self._lookup_tokens = self._counter(
-            "prefix_lookup_tokens", "context and prompt tokens looked up in the prefix cache"
+        self._output_tokens = make.counter("output_tokens", "Generated tokens")
+        self._lookup_tokens = make.counter(
+            "prefix_lookup_tokens", "Context and prompt tokens looked up in the prefix cache"
         )
-        self._hit_tokens = self._counter("prefix_hit_tokens", "of them found", tier=("hbm",))
+        self._hit_tokens = make.counter(
+            "prefix_hit_tokens", "Of them those that were there", tier=("hbm",)
+        )
+        self._lookups = make.counter(
+            "prefix_lookups",
+            "Calls with a context or prompt, by how much of it was cached",
+            result=("full", "partial", "miss"),
+        )
 
-    def _make_step_instruments(self) -> None:
-        self._constraints = self._counter(
-            "constraints", "looked up in the cache", kind=CONSTRAINTS, cache=("hit", "miss")
+    def _make_constraint_instruments(self, make: Instruments) -> None:
+        self._constraints = make.counter(
+            "constraints", "Constraints looked up", kind=CONSTRAINTS, cache=("hit", "miss")
         )
-        self._compile = self._histogram(
+        self._compile = make.histogram(
             "constraint_compile_seconds",
-            "to compile a constraint, in its thread",
+            "To compile a constraint, in its thread",
             COMPILE,
             kind=CONSTRAINTS,
             outcome=("compiled", "refused"),
         )
-        self._selected = self._choice_counter(
-            "kernel_selected", "kernel path choices", reason=REASONS
-        )
-        self._fallbacks = self._choice_counter(
-            "kernel_fallbacks", "choices that another path had to take", reason=(UNSUPPORTED,)
-        )
-        self._kv_read = self._choice_counter("attention_kv_read_bytes", "modelled KV bytes read")
-        self._kv_avoided = self._choice_counter(
-            "attention_kv_avoided_bytes", "modelled KV bytes that one read a request would add"
-        )
-        self._predicted = self._choice_counter(
-            "kernel_predicted_seconds", "predicted attention time of timed steps"
-        )
-        self._actual = self._choice_counter(
-            "kernel_actual_seconds", "measured attention time of the same steps"
-        )
-        self._step = self._histogram(
-            "step_seconds", "engine step", STEP, phase=("prefill", "decode", "mixed")
-        )
-        self._shortages = self._counter(
-            "step_memory_shortages", "times that a step, or a part of it, found no memory"
-        )
-        phases = ("prefill", "decode", "mixed")
-        self._device_busy = self._counter(
-            "device_busy_seconds", "a GPU's time in steps, from first work to last", phase=phases
-        )
-        # Before a decode step some request waits for it; before others nobody may have.
-        self._device_idle = self._counter(
-            "device_idle_seconds", "a GPU's time between the step before and this", phase=phases
-        )
-        self._batch_rows = self._histogram(
-            "batch_rows", "rows per step", COUNT, phase=("prefill", "decode")
-        )
 
-    def _make_state_instruments(self) -> None:
-        self._kv_blocks = self._gauge("kv_blocks", "KV blocks", state=("free", "used", "cached"))
-        self._kv_utilization = self._gauge("kv_utilization_ratio", "used blocks over all blocks")
-        self._cache_config = self._info("cache_config_info", "block_size num_gpu_blocks dtype")
-        self._build = self._info("build_info", "version commit torch cuda")
-        self._model = self._info("model_info", "model revision dtype tp")
-        self._worker_up = self._gauge("worker_up", "1 while the worker answers", rank=("0",))
-        self._worker_restarts = self._counter("worker_restarts", "restarts", reason=("exit",))
-        self._ready = self._gauge("ready", "1 while the server is SERVING")
-
-    def _counter(self, name: str, text: str, **labels: Sequence[str]) -> Counter:
-        counter = Counter(f"stemserve_{name}", text, [*labels], registry=self._registry)
-        _create(counter, labels)
-        return counter
-
-    def _gauge(self, name: str, text: str, **labels: Sequence[str]) -> Gauge:
-        gauge = Gauge(f"stemserve_{name}", text, [*labels], registry=self._registry)
-        _create(gauge, labels)
-        return gauge
-
-    def _info(self, name: str, labels: str) -> Gauge:
-        return Gauge(f"stemserve_{name}", "always 1", labels.split(), registry=self._registry)
-
-    def _histogram(
-        self, name: str, text: str, buckets: Sequence[float], **labels: Sequence[str]
-    ) -> Histogram:
-        histogram = Histogram(
-            f"stemserve_{name}", text, [*labels], registry=self._registry, buckets=buckets
+    def _make_state_instruments(self, make: Instruments) -> None:
+        self._prefixes = make.gauge("prefixes_registered", "Registered prefixes of all tenants")
+        self._cache_config = make.info(
+            "cache_config_info", "Always 1: the KV cache", "block_size num_gpu_blocks dtype"
         )
-        _create(histogram, labels)
-        return histogram
-
-    def _choice_counter(self, name: str, text: str, **labels: Sequence[str]) -> Counter:
-        names = ["op", "path", *labels]
-        counter = Counter(f"stemserve_{name}", text, names, registry=self._registry)
-        for choice, values in product(OP_PATHS, product(*labels.values())):
-            counter.labels(*choice, *values)
-        return counter
+        self._build = make.info("build_info", "Always 1: the software", "version torch cuda")
+        self._model = make.info("model_info", "Always 1: the model", "model dtype device")
+        self._worker_up = make.gauge("worker_up", "1 while the worker answers", rank=("0",))
+        self._worker_restarts = make.counter(
+            "worker_restarts", "Workers started in place of lost ones", reason=("exit",)
+        )
+        self._load_seconds = make.gauge(
+            "model_load_seconds", "From the launch of the worker until it was ready, the last time"
+        )
+        self._ready = make.gauge("ready", "1 while the server is SERVING")
 
 
-def _create(instrument: Counter | Gauge | Histogram, labels: Mapping[str, Sequence[str]]) -> None:
-    """All combinations, so that rates do not begin with a gap."""
-    if labels:
-        for values in product(*labels.values()):
-            instrument.labels(*values)
+def _outcome(cached_tokens: int, tokens: int) -> str:
+    """Of the last token something is computed in any case."""
+    if not cached_tokens:
+        return "miss"
+    return "full" if cached_tokens >= tokens - 1 else "partial"

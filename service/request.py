@@ -241,6 +241,8 @@ class WorkerFacts:
     max_burst_steps: int = 1  # decode steps that may be sent at once
     deterministic: bool = False  # results do not depend on what runs beside them, or on the cache
     cost_table_json: str = field(default="", repr=False)
+    torch_version: str = ""
+    cuda_version: str = ""  # that torch was built for
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -252,3 +254,10 @@ class Load:
     cached_pages: int  # evictable
     used_pages: int
     queued_by_priority: tuple[int, int, int] = (0, 0, 0)  # below 0, 0, above 0
+    oldest_queued_s: float = 0.0  # how long the first of them waits
+    pinned_pages: int = 0  # of those used
+    steps_in_flight: int = 0  # sent and not answered
+    # Since the worker was attached.
+    evicted_pages: int = 0  # to make room for others
+    cleared_pages: int = 0  # because somebody asked
+    suspensions: int = 0  # of generations, whose pages were taken

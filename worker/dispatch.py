@@ -4,8 +4,7 @@ import logging
 import threading
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
-from enum import StrEnum
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 
@@ -13,6 +12,7 @@ from stemserve.kernels.layout import AttentionLayout
 from stemserve.kernels.pricing.engine_cost import Cost
 from stemserve.kernels.strategy import TORCH, Kernel, Phase, Strategy, Work
 from stemserve.proto.v1 import inference_pb2
+from stemserve.worker.choice_reason import Fallback, Reason
 from stemserve.worker.layout import AttentionGroup, Candidate, candidates, group, sub_layout
 from stemserve.worker.shape_signature import Signature, signature
 from stemserve.worker.step import Step
@@ -34,16 +34,6 @@ KERNEL_CODES: Mapping[Kernel, inference_pb2.Kernel.ValueType] = {
     Kernel.CODEC: inference_pb2.KERNEL_CODEC,
 }
 KERNELS = {int(code): kernel for kernel, code in KERNEL_CODES.items()}
-
-
-class Reason(StrEnum):
-    COST_MODEL = "cost_model"
-    FORCED = "forced"
-    # The forced kernel refused the layout, is withheld, or the device lacks its library: the cost
-    # model chose.
-    FALLBACK = "fallback"
-    ONLY = "only"  # no other strategy takes the layout
-    GRAPH = "graph"  # the tree kernel, replayed in a captured graph: nobody chose
 
 
 class StrategyCosts(Protocol):
@@ -76,9 +66,14 @@ class Choice:
     group: AttentionGroup
     strategy: Strategy
     reason: Reason
+    fallback: Fallback = Fallback.NONE
 
 
-_Verdict = tuple[Kernel, Reason]
+class _Verdict(NamedTuple):
+    kernel: Kernel
+    reason: Reason
+    fallback: Fallback = Fallback.NONE
+
 
 TIE_S = 2e-6  # of a layer: less is no difference
 # What predictions of decode cannot tell apart, the tree kernel wins: 136 of 145 trees on an H200.
@@ -145,7 +140,9 @@ class Dispatcher:
         self, step: Step, apart: dict[tuple[Phase, _Verdict], list[Candidate]]
     ) -> dict[tuple[Phase, _Verdict], list[Candidate]]:
         """All trees of a step with one strategy, if that costs less: launches are paid once."""
-        free = {key: parts for key, parts in apart.items() if key[1][1] in FREE and key[0] is TREES}
+        free = {
+            key: parts for key, parts in apart.items() if key[1].reason in FREE and key[0] is TREES
+        }
         trees = [tree for parts in free.values() for tree in parts]
         if len(trees) < 2:
             return apart
@@ -168,10 +165,10 @@ class Dispatcher:
         apart: Mapping[tuple[Phase, _Verdict], list[Candidate]],
     ) -> _Verdict | None:
         total = Cost(0.0, 0.0)
-        for (phase, (kernel, _)), parts in apart.items():
+        for (phase, verdict), parts in apart.items():
             segments = np.sort(np.concatenate([part.segments for part in parts]))
             prediction = self._prediction(
-                self._strategies[phase, kernel], sub_layout(layout, segments)
+                self._strategies[phase, verdict.kernel], sub_layout(layout, segments)
             )
             if prediction.refusal is not None:
                 return None
@@ -179,22 +176,29 @@ class Dispatcher:
         best = self._predictions(every.phase, sub_layout(layout, every.segments))[0]
         if best.refusal is not None or best.seconds >= total.seconds:
             return None
-        return best.kernel, Reason.COST_MODEL
+        return _Verdict(best.kernel, Reason.COST_MODEL)
 
     def _fit(self, step: Step, verdict: _Verdict, parts: list[Candidate]) -> Iterator[Choice]:
         """The parts as one group, or as several where a strategy takes one tree at a time only."""
-        phase, (kernel, reason) = parts[0].phase, verdict
-        strategy = self._strategies[phase, kernel]
+        phase = parts[0].phase
+        strategy = self._strategies[phase, verdict.kernel]
         merged = group(step, phase, np.sort(np.concatenate([part.segments for part in parts])))
         if strategy.refusal(merged.layout) is None:
-            yield Choice(group=merged, strategy=strategy, reason=reason)
+            yield self._choice(merged, verdict)
         elif len(parts) > 1:
             for part in parts:
                 yield from self._fit(step, verdict, [part])
         else:
             # The verdict was remembered from a similar shape.
-            kernel, reason = self._decide(parts[0], merged.layout)
-            yield Choice(group=merged, strategy=self._strategies[phase, kernel], reason=reason)
+            yield self._choice(merged, self._decide(parts[0], merged.layout))
+
+    def _choice(self, attention_group: AttentionGroup, verdict: _Verdict) -> Choice:
+        return Choice(
+            group=attention_group,
+            strategy=self._strategies[attention_group.phase, verdict.kernel],
+            reason=verdict.reason,
+            fallback=verdict.fallback,
+        )
 
     def _verdict(self, layout: AttentionLayout, candidate: Candidate) -> _Verdict:
         shape = signature(layout, candidate)
@@ -202,7 +206,7 @@ class Dispatcher:
         if verdict is None:
             verdict = self._decide(candidate, sub_layout(layout, candidate.segments))
         self._remember(shape, verdict)
-        if verdict[1] is Reason.FALLBACK:
+        if verdict.reason is Reason.FALLBACK:
             self.fallbacks += 1
         return verdict
 
@@ -217,16 +221,19 @@ class Dispatcher:
         forced = KERNELS.get(candidate.forced, self._forced)
         if forced and (phase, forced) in self._withheld:
             self._log_fallback(forced, "its results depend on the batch")
-            return self._cheapest(phase, layout)[0], Reason.FALLBACK
+            return self._instead(phase, layout, Fallback.WITHHELD)
         # A kernel of the other phase leaves this one to the cost model.
         strategy = self._strategies.get((phase, forced)) if forced else None
         if strategy is None:
             return self._cheapest(phase, layout)
         refusal = strategy.refusal(layout)
         if refusal is None:
-            return strategy.kernel, Reason.FORCED
+            return _Verdict(strategy.kernel, Reason.FORCED)
         self._log_fallback(strategy.kernel, refusal)
-        return self._cheapest(phase, layout)[0], Reason.FALLBACK
+        return self._instead(phase, layout, Fallback.REFUSED)
+
+    def _instead(self, phase: Phase, layout: AttentionLayout, why: Fallback) -> _Verdict:
+        return _Verdict(self._cheapest(phase, layout).kernel, Reason.FALLBACK, why)
 
     def _cheapest(self, phase: Phase, layout: AttentionLayout) -> _Verdict:
         predictions = self._predictions(phase, layout)
@@ -235,8 +242,9 @@ class Dispatcher:
             refusals = "; ".join(f"{p.kernel}: {p.refusal}" for p in predictions)
             raise NoStrategy(f"no {phase} strategy takes the layout ({refusals or 'none exists'})")
         if self._lacking is not None and eligible[0].on_torch:
-            return eligible[0].kernel, Reason.FALLBACK
-        return eligible[0].kernel, Reason.ONLY if len(eligible) == 1 else Reason.COST_MODEL
+            return _Verdict(eligible[0].kernel, Reason.FALLBACK, Fallback.LACKING)
+        only = len(eligible) == 1
+        return _Verdict(eligible[0].kernel, Reason.ONLY if only else Reason.COST_MODEL)
 
     def _predictions(self, phase: Phase, layout: AttentionLayout) -> list[Prediction]:
         predictions = [

@@ -1,5 +1,6 @@
 """From a step's rows to the final hidden states that it reads."""
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Protocol
@@ -50,6 +51,8 @@ class Forward:
         self._inputs = StepInputs(max_rows, head_entries(ENDINGS), pool.device)
         self._pieces: PiecewiseModel | None = None
         self._ending: GatherEnding | None = None
+        self._is_dropped = False
+        self.fallbacks: Counter[str] = Counter()  # steps that no pieces took, by reason
 
     def capture(
         self, model: Transformer, buckets: Sequence[int], capture: Capture
@@ -73,6 +76,7 @@ class Forward:
     def drop_pieces(self) -> None:
         """Run every step launch by launch."""
         self._pieces = self._ending = None
+        self._is_dropped = True
 
     def gather(self, step: Step, attend: StepAttention, readout: Readout) -> Scores | None:
         """What the step reads, on the host as of `Scores.on_host`; None: no graph holds that."""
@@ -98,6 +102,10 @@ class Forward:
         if self._pieces is not None and bucket is not None:
             self._pieces.run(token_ids, attend, bucket)
             return self._pieces.end(keep_rows, rows)
+        if self._pieces is not None:
+            self.fallbacks["rows"] += 1
+        elif self._is_dropped:
+            self.fallbacks["dropped"] += 1
         pages = KvWrites(self._pool, inputs.slots)
         return self._model.hidden(token_ids, inputs.positions, attend, keep_rows, pages)
 

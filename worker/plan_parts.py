@@ -150,6 +150,7 @@ class WholeResult:
         self._failed: list[Int32] = []
         self._starved: list[Int32] = []
         self._groups: list[worker_pb2.GroupReport] = []
+        self._fallbacks: list[worker_pb2.Fallback] = []
 
     def add(self, part: Part, result: worker_pb2.StepResult) -> None:
         step, reads = self._step, _Reads.of(self._step, part)
@@ -162,6 +163,7 @@ class WholeResult:
         sub_step, row = np.divmod(decode_int32("", result.failed_rows), part.rows)
         self._failed.append(int32(sub_step * step.num_rows + part.start + row))
         self._groups += result.groups
+        self._fallbacks += result.fallbacks
 
     def starve(self, part: Part) -> None:
         """There was no memory for the part; what it reads is void."""
@@ -181,6 +183,8 @@ class WholeResult:
             memory_shortages=shortages,
             groups=self._groups,
             step_seconds=seconds,
+            fallbacks=self._fallbacks,
+            trees=self._step.num_trees,
         )
         counts = np.array([len(ids) for ids in self._top_ids], np.int32)
         if counts.any():

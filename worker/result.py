@@ -1,8 +1,8 @@
 """A launched step, and its StepResult once the device has finished it."""
 
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
@@ -54,6 +54,9 @@ class LaunchedStep:
     ran: Sequence[RanStep]  # [step.repeat] in the order in which they run
     started: float  # time.perf_counter
     span: DeviceSpan | None  # None: the device was the CPU, and all is done
+    fallbacks: Mapping[tuple[str, str], int] = field(  # from graphs, by path and reason
+        default_factory=dict[tuple[str, str], int]
+    )
 
     @property
     def step_id(self) -> int:
@@ -72,6 +75,11 @@ class LaunchedStep:
             class_scores=encode_float32(first.class_scores.numpy()),
             groups=reports if len(self.ran) == 1 else _added_up(reports),
             step_seconds=time.perf_counter() - self.started,
+            fallbacks=[
+                worker_pb2.Fallback(path=path, reason=reason, count=count)
+                for (path, reason), count in self.fallbacks.items()
+            ],
+            trees=self.step.num_trees,
         )
         if self.span is not None:
             result.device_seconds = self.span.seconds
@@ -134,9 +142,10 @@ def _set_top_logprobs(
 
 def _added_up(reports: Sequence[worker_pb2.GroupReport]) -> list[worker_pb2.GroupReport]:
     """Of a burst, one report for what ran alike in its sub-steps."""
-    alike: dict[tuple[str, int, str], worker_pb2.GroupReport] = {}
+    alike: dict[tuple[str, int, str, str], worker_pb2.GroupReport] = {}
     for report in reports:
-        known = alike.setdefault((report.phase, report.kernel, report.reason), report)
+        how = (report.phase, report.kernel, report.reason, report.fallback)
+        known = alike.setdefault(how, report)
         if known is not report:
             known.kv_read_bytes += report.kv_read_bytes
             known.kv_avoided_bytes += report.kv_avoided_bytes
@@ -157,4 +166,5 @@ def _group_report(cost: GroupCost) -> worker_pb2.GroupReport:
         kv_avoided_bytes=cost.kv_avoided_bytes,
         predicted_seconds=cost.predicted_seconds,
         actual_seconds=cost.planned.clock.seconds(),
+        fallback=choice.fallback,
     )

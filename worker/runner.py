@@ -1,6 +1,7 @@
 """One step of the model, from the plan to its result."""
 
 import time
+from collections import Counter
 from collections.abc import Sequence
 from functools import partial
 from typing import Protocol
@@ -24,6 +25,8 @@ TIMED_EVERY = 16  # steps on a GPU, where each timed layer records two events a 
 
 class Decoder(Protocol):
     """Runs decode steps in a way of its own. Copies and samplers are dealt with before `run`."""
+
+    fallbacks: Counter[str]  # decode steps that it ought to take and did not, by reason
 
     def takes(self, step: Step) -> bool: ...
 
@@ -52,6 +55,7 @@ class ModelRunner:
         self._decoder = decoder  # None: every step runs as any other
         self._clock = DeviceClock()
         self._steps = 0
+        self._reported: Counter[tuple[str, str]] = Counter()  # fallbacks, by path and reason
 
     @property
     def uses_gpu(self) -> bool:
@@ -86,7 +90,9 @@ class ModelRunner:
         began = self._clock.begin() if self.uses_gpu else None
         ran = run(step)
         span = None if began is None else self._clock.end(began)
-        return LaunchedStep(step=step, ran=ran, started=started, span=span)
+        return LaunchedStep(
+            step=step, ran=ran, started=started, span=span, fallbacks=self._new_fallbacks()
+        )
 
     def predict(self, plan: worker_pb2.StepPlan) -> worker_pb2.PredictResponse:
         """Safe beside a running step: it changes nothing but the dispatcher's memory of choices."""
@@ -102,6 +108,13 @@ class ModelRunner:
                 sub_step = step.at(number)
                 ran.append(self._run(sub_step, self._attention(sub_step)))
         return ran
+
+    def _new_fallbacks(self) -> Counter[tuple[str, str]]:
+        counts = Counter({("pieces", why): n for why, n in self._forward.fallbacks.items()})
+        if self._decoder is not None:
+            counts.update({("decode_graph", why): n for why, n in self._decoder.fallbacks.items()})
+        new, self._reported = counts - self._reported, counts
+        return new
 
     def _attention(self, step: Step) -> StepAttention:
         choices = self._dispatcher.choose(step)

@@ -280,6 +280,8 @@ def _facts(
         cost_table_json=tables_json([costs]),
         max_burst_steps=burst_steps(config, model.device),
         deterministic=config.deterministic,
+        torch_version=torch.__version__,
+        cuda_version=torch.version.cuda or "",
     )
 
 

@@ -75,6 +75,10 @@ class Step:
     row_steps: Int32  # [rows] of a burst: sub-steps in which each row counts; else empty
 
     @property
+    def num_trees(self) -> int:
+        return int(np.count_nonzero(self.layout.node_parent < 0))
+
+    @property
     def num_rows(self) -> int:
         return len(self.token_ids)
 

@@ -80,6 +80,8 @@ class DescribeResponse(google.protobuf.message.Message):
     MAX_BURST_STEPS_FIELD_NUMBER: builtins.int
     KV_DTYPE_FIELD_NUMBER: builtins.int
     DETERMINISTIC_FIELD_NUMBER: builtins.int
+    TORCH_VERSION_FIELD_NUMBER: builtins.int
+    CUDA_VERSION_FIELD_NUMBER: builtins.int
     model: builtins.str
     architecture: builtins.str
     dtype: builtins.str
@@ -106,6 +108,9 @@ class DescribeResponse(google.protobuf.message.Message):
     """of the numbers in the pages"""
     deterministic: builtins.bool
     """results do not depend on what runs beside them, or on the cache"""
+    torch_version: builtins.str
+    cuda_version: builtins.str
+    """that torch was built for; empty: none"""
     @property
     def class_labels(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]: ...
     def __init__(
@@ -132,8 +137,10 @@ class DescribeResponse(google.protobuf.message.Message):
         max_burst_steps: builtins.int = ...,
         kv_dtype: builtins.str = ...,
         deterministic: builtins.bool = ...,
+        torch_version: builtins.str = ...,
+        cuda_version: builtins.str = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["architecture", b"architecture", "class_labels", b"class_labels", "context_tokens", b"context_tokens", "cost_table_json", b"cost_table_json", "deterministic", b"deterministic", "device", b"device", "dtype", b"dtype", "has_lm_head", b"has_lm_head", "head_dim", b"head_dim", "kv_bytes_per_token", b"kv_bytes_per_token", "kv_dtype", b"kv_dtype", "kv_heads", b"kv_heads", "kv_pages", b"kv_pages", "layers", b"layers", "max_burst_steps", b"max_burst_steps", "model", b"model", "page_size", b"page_size", "query_heads", b"query_heads", "sampler_slots", b"sampler_slots", "steps_in_flight", b"steps_in_flight", "vocab_size", b"vocab_size"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["architecture", b"architecture", "class_labels", b"class_labels", "context_tokens", b"context_tokens", "cost_table_json", b"cost_table_json", "cuda_version", b"cuda_version", "deterministic", b"deterministic", "device", b"device", "dtype", b"dtype", "has_lm_head", b"has_lm_head", "head_dim", b"head_dim", "kv_bytes_per_token", b"kv_bytes_per_token", "kv_dtype", b"kv_dtype", "kv_heads", b"kv_heads", "kv_pages", b"kv_pages", "layers", b"layers", "max_burst_steps", b"max_burst_steps", "model", b"model", "page_size", b"page_size", "query_heads", b"query_heads", "sampler_slots", b"sampler_slots", "steps_in_flight", b"steps_in_flight", "torch_version", b"torch_version", "vocab_size", b"vocab_size"]) -> None: ...
 
 Global___DescribeResponse: typing_extensions.TypeAlias = DescribeResponse
 
@@ -375,6 +382,7 @@ class GroupReport(google.protobuf.message.Message):
     KV_AVOIDED_BYTES_FIELD_NUMBER: builtins.int
     PREDICTED_SECONDS_FIELD_NUMBER: builtins.int
     ACTUAL_SECONDS_FIELD_NUMBER: builtins.int
+    FALLBACK_FIELD_NUMBER: builtins.int
     phase: builtins.str
     kernel: stemserve.proto.v1.inference_pb2.Kernel.ValueType
     reason: builtins.str
@@ -389,6 +397,8 @@ class GroupReport(google.protobuf.message.Message):
     """all layers"""
     actual_seconds: builtins.float
     """all layers; 0 where it was not timed"""
+    fallback: builtins.str
+    """why, where the reason is fallback: refused, withheld, lacking"""
     def __init__(
         self,
         *,
@@ -401,10 +411,36 @@ class GroupReport(google.protobuf.message.Message):
         kv_avoided_bytes: builtins.int = ...,
         predicted_seconds: builtins.float = ...,
         actual_seconds: builtins.float = ...,
+        fallback: builtins.str = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["actual_seconds", b"actual_seconds", "kernel", b"kernel", "kv_avoided_bytes", b"kv_avoided_bytes", "kv_read_bytes", b"kv_read_bytes", "phase", b"phase", "predicted_seconds", b"predicted_seconds", "reason", b"reason", "rows", b"rows", "segments", b"segments"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["actual_seconds", b"actual_seconds", "fallback", b"fallback", "kernel", b"kernel", "kv_avoided_bytes", b"kv_avoided_bytes", "kv_read_bytes", b"kv_read_bytes", "phase", b"phase", "predicted_seconds", b"predicted_seconds", "reason", b"reason", "rows", b"rows", "segments", b"segments"]) -> None: ...
 
 Global___GroupReport: typing_extensions.TypeAlias = GroupReport
+
+@typing.final
+class Fallback(google.protobuf.message.Message):
+    """Work that was launched kernel by kernel though captured graphs are there for its like."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    PATH_FIELD_NUMBER: builtins.int
+    REASON_FIELD_NUMBER: builtins.int
+    COUNT_FIELD_NUMBER: builtins.int
+    path: builtins.str
+    """decode_graph, pieces"""
+    reason: builtins.str
+    """rows, plan, dropped"""
+    count: builtins.int
+    def __init__(
+        self,
+        *,
+        path: builtins.str = ...,
+        reason: builtins.str = ...,
+        count: builtins.int = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["count", b"count", "path", b"path", "reason", b"reason"]) -> None: ...
+
+Global___Fallback: typing_extensions.TypeAlias = Fallback
 
 @typing.final
 class StepResult(google.protobuf.message.Message):
@@ -429,6 +465,8 @@ class StepResult(google.protobuf.message.Message):
     MEMORY_SHORTAGES_FIELD_NUMBER: builtins.int
     DEVICE_SECONDS_FIELD_NUMBER: builtins.int
     DEVICE_IDLE_SECONDS_FIELD_NUMBER: builtins.int
+    FALLBACKS_FIELD_NUMBER: builtins.int
+    TREES_FIELD_NUMBER: builtins.int
     step_id: builtins.int
     sampled_tokens: builtins.bytes
     """[repeat, samples]"""
@@ -461,8 +499,14 @@ class StepResult(google.protobuf.message.Message):
     since the step before.
     """
     device_idle_seconds: builtins.float
+    trees: builtins.int
+    """of the step's prefix forest: what is in different trees shares nothing"""
     @property
     def groups(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___GroupReport]: ...
+    @property
+    def fallbacks(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___Fallback]:
+        """since the step before"""
+
     def __init__(
         self,
         *,
@@ -483,8 +527,10 @@ class StepResult(google.protobuf.message.Message):
         memory_shortages: builtins.int = ...,
         device_seconds: builtins.float = ...,
         device_idle_seconds: builtins.float = ...,
+        fallbacks: collections.abc.Iterable[Global___Fallback] | None = ...,
+        trees: builtins.int = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["class_scores", b"class_scores", "device_idle_seconds", b"device_idle_seconds", "device_seconds", b"device_seconds", "error", b"error", "failed_rows", b"failed_rows", "gather_argmax", b"gather_argmax", "gather_logprobs", b"gather_logprobs", "groups", b"groups", "memory_shortages", b"memory_shortages", "sampled_logprobs", b"sampled_logprobs", "sampled_tokens", b"sampled_tokens", "starved_rows", b"starved_rows", "step_id", b"step_id", "step_seconds", b"step_seconds", "top_ids", b"top_ids", "top_indptr", b"top_indptr", "top_logprobs", b"top_logprobs"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["class_scores", b"class_scores", "device_idle_seconds", b"device_idle_seconds", "device_seconds", b"device_seconds", "error", b"error", "failed_rows", b"failed_rows", "fallbacks", b"fallbacks", "gather_argmax", b"gather_argmax", "gather_logprobs", b"gather_logprobs", "groups", b"groups", "memory_shortages", b"memory_shortages", "sampled_logprobs", b"sampled_logprobs", "sampled_tokens", b"sampled_tokens", "starved_rows", b"starved_rows", "step_id", b"step_id", "step_seconds", b"step_seconds", "top_ids", b"top_ids", "top_indptr", b"top_indptr", "top_logprobs", b"top_logprobs", "trees", b"trees"]) -> None: ...
 
 Global___StepResult: typing_extensions.TypeAlias = StepResult
 

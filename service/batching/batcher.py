@@ -19,6 +19,7 @@ from stemserve.service.batching.generate_progress import GenerateProgress
 from stemserve.service.batching.job_intake import JobIntake
 from stemserve.service.batching.job_table import JobTable
 from stemserve.service.batching.kv_cache import KvCache
+from stemserve.service.batching.load_of import load_of
 from stemserve.service.batching.pins import Pins
 from stemserve.service.batching.plan_arrays import unpack_int32
 from stemserve.service.batching.prefix_forest import ForestMemory
@@ -184,16 +185,13 @@ class Batcher:
         self._admission.check_rates(tenant, least_tokens * CACHED_CHARGE, self._clock())
 
     def load(self) -> Load:
-        free = self._cache.allocator.num_free
-        cached = self._cache.tree.num_unreferenced
-        return Load(
-            queued_requests=len(self._jobs.waiting),
-            queued_by_priority=self._jobs.waiting.requests_by_priority,
-            running_requests=len(self._jobs.running),
-            queued_tokens=self._jobs.waiting.num_tokens,
-            free_pages=free,
-            cached_pages=cached,
-            used_pages=self._cache.allocator.num_pages - free - cached,
+        return load_of(
+            self._jobs,
+            self._cache,
+            self._pins,
+            steps_in_flight=len(self._issued),
+            suspensions=self._planner.suspensions,
+            now=self._clock(),
         )
 
     def resident_tokens(self, tokens: Int32, realm: Realm) -> int:

@@ -24,6 +24,8 @@ class KvCache:
         self.page_size = page_size
         self.allocator = PageAllocator(num_pages)
         self.tree = PrefixTree(self.allocator, page_size)
+        self.evicted_pages = 0  # to make room
+        self.cleared_pages = 0  # because somebody asked
 
     @property
     def available_pages(self) -> int:
@@ -35,13 +37,16 @@ class KvCache:
         if count > self.available_pages:
             return None
         if count > self.allocator.num_free:
-            self.tree.evict(count - self.allocator.num_free)
+            missing = count - self.allocator.num_free
+            self.tree.evict(missing)
+            self.evicted_pages += missing
         return self.allocator.allocate(count, after=after)
 
     def clear(self) -> int:
         """Free all that is cached and in nobody's use; returns how many pages."""
         freed = self.tree.num_unreferenced
         self.tree.evict(freed)
+        self.cleared_pages += freed
         return freed
 
     def missing_pages(self, tokens: Int32, realm: Realm) -> int:

@@ -28,6 +28,7 @@ class StepPlanner:
         self._limits = limits
         self._cache = cache
         self._burst = burst
+        self.suspensions = 0  # of generations
         self._waiting_is_stuck = False  # the last step had room, but no pages or slots
         self._passed_over: set[int] = set()  # generations that found no room in the last step
 
@@ -100,6 +101,7 @@ class StepPlanner:
         for job in suspended:
             job.release()
             self._jobs.requeue(job)
+        self.suspensions += len(suspended)
         return bool(suspended)
 
     def _in_order(self) -> Iterator[tuple[JobProgress, bool]]:

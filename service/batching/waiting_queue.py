@@ -57,6 +57,7 @@ class WaitingQueue(Generic[Job]):
         # Of the waiting jobs, by tenant; tokens that had to be computed for them when they came.
         self.requests: Counter[str] = Counter()
         self.tokens: Counter[str] = Counter()
+        self._by_age: dict[int, Job] = {}  # by arrival number; the oldest first
 
     def __len__(self) -> int:
         return self.requests.total()
@@ -64,6 +65,11 @@ class WaitingQueue(Generic[Job]):
     @property
     def num_tokens(self) -> int:
         return self.tokens.total()
+
+    @property
+    def oldest(self) -> Job | None:
+        """The job that has been in the queue for longest."""
+        return next(iter(self._by_age.values()), None)
 
     @property
     def requests_by_priority(self) -> tuple[int, int, int]:
@@ -87,6 +93,7 @@ class WaitingQueue(Generic[Job]):
         if not self.requests[job.tenant]:
             self._virtual[job.tenant] = max(self._virtual.get(job.tenant, 0.0), self._now)
         insort(self._lanes.setdefault(self._lane(job), []), job, key=_urgency)
+        self._by_age[job.urgency[1]] = job
         self.requests[job.tenant] += 1
         self.tokens[job.tenant] += job.cost_tokens
 
@@ -100,6 +107,7 @@ class WaitingQueue(Generic[Job]):
         del jobs[at]
         if not jobs:
             del self._lanes[lane]
+        del self._by_age[job.urgency[1]]
         self.requests[job.tenant] -= 1
         self.tokens[job.tenant] -= job.cost_tokens
         return True

@@ -73,7 +73,9 @@ class InfoServicer(info_pb2_grpc.InfoServicer):
         self, request: info_pb2.GetLoadRequest, context: Context
     ) -> info_pb2.GetLoadResponse:
         load = await self._engine.load()
-        return info_pb2.GetLoadResponse(**asdict(load), registered_prefixes=len(self._registry))
+        told = info_pb2.GetLoadResponse.DESCRIPTOR.fields_by_name
+        public = {name: value for name, value in asdict(load).items() if name in told}
+        return info_pb2.GetLoadResponse(**public, registered_prefixes=len(self._registry))
 
     async def Explain(
         self, request: info_pb2.ExplainRequest, context: Context

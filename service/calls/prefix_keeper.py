@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+from collections.abc import Callable
 from dataclasses import replace
 from itertools import count
 
@@ -19,8 +20,12 @@ _log = logging.getLogger(__name__)
 
 
 class PrefixKeeper:
-    def __init__(self, registry: PrefixRegistry, engine: Engine) -> None:
+    def __init__(
+        self, registry: PrefixRegistry, engine: Engine, *, note: Callable[[int], None]
+    ) -> None:
+        """`note` is told once a second how many prefixes are registered."""
         self._registry = registry
+        self._note = note
         self._engine = engine
         self._generation = engine.generation
         self._numbers = count()
@@ -69,6 +74,7 @@ class PrefixKeeper:
             while True:
                 await asyncio.sleep(PERIOD_S)
                 await self.let_go()
+                self._note(len(self._registry))
                 if self._engine.generation == self._generation:
                     continue
                 self._generation = self._engine.generation

@@ -96,7 +96,7 @@ class Services:
         self._inference = InferenceServicer(
             score, generate, metrics, max_stream_calls=limits.max_stream_calls
         )
-        self.keeper = PrefixKeeper(registry, engine)
+        self.keeper = PrefixKeeper(registry, engine, note=metrics.prefixes)
         self._prefixes = PrefixesServicer(
             registry, contexts, engine, self.keeper, limits, clock=time.monotonic
         )

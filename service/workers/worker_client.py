@@ -166,4 +166,6 @@ def _facts(described: worker_pb2.DescribeResponse) -> WorkerFacts:
         max_burst_steps=max(1, described.max_burst_steps),
         deterministic=described.deterministic,
         cost_table_json=described.cost_table_json,
+        torch_version=described.torch_version,
+        cuda_version=described.cuda_version,
     )

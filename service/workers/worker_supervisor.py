@@ -42,6 +42,8 @@ class WorkerMetrics(Protocol):
 
     def worker_restarted(self, reason: str) -> None: ...
 
+    def model_loaded(self, seconds: float) -> None: ...
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RestartPolicy:
@@ -87,6 +89,7 @@ class WorkerSupervisor:
         """Launch a worker and attach it. Raises WorkerUnreachable; then nothing is left running."""
         self._generation += 1
         generation = self._generation
+        launched_at = time.monotonic()
         host = self._launch()
         client = WorkerClient(host.address, host.credentials)
         self._host, self._client = host, client
@@ -105,6 +108,7 @@ class WorkerSupervisor:
             on_lost=partial(self._put_lost, generation),
         )
         self._ready_at = time.monotonic()
+        self._metrics.model_loaded(self._ready_at - launched_at)
         self._engine.admit(facts, partial(client.predict, timeout_s=PREDICT_TIMEOUT_S))
         self._health.set_worker_ready(True)
         self._metrics.worker_up(True)

@@ -79,6 +79,9 @@ class Restarts:
     def worker_restarted(self, reason: str) -> None:
         self.count += 1
 
+    def model_loaded(self, seconds: float) -> None:
+        pass
+
 
 class Rig:
     """All that is between the servicers and a worker."""

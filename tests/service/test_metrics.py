@@ -1,5 +1,8 @@
 """Metrics by name and value, through their registry."""
 
+from dataclasses import replace
+from pathlib import Path
+
 from prometheus_client import CollectorRegistry, generate_latest
 from tests.service.bigram_engine import BigramEngine, random_bigrams
 from tests.service.serving import BYTE_VOCABULARY, serving
@@ -7,7 +10,11 @@ from tests.service.serving import BYTE_VOCABULARY, serving
 from stemserve.proto.v1 import inference_pb2, worker_pb2
 from stemserve.service.client_errors import ClientError
 from stemserve.service.metrics import Metrics
+from stemserve.service.metrics_page import families, label_values, page
 from stemserve.service.request import JobUsage, Load
+from stemserve.service.step_metrics import StepMetrics
+
+PAGE = Path(__file__).resolve().parents[2] / "docs/metrics.md"
 
 LOAD = Load(
     queued_requests=3,
@@ -17,6 +24,9 @@ LOAD = Load(
     cached_pages=15,
     used_pages=25,
     queued_by_priority=(1, 2, 0),
+    oldest_queued_s=1.5,
+    pinned_pages=4,
+    steps_in_flight=1,
 )
 
 
@@ -60,7 +70,7 @@ def test_a_step_counts_its_choices_bytes_and_rows() -> None:
     cascade = {"op": "prefill", "path": "cascade"}
     paged = {"op": "decode", "path": "paged"}
     assert value(registry, "kernel_selected_total", **cascade, reason="cost_model") == 1
-    assert value(registry, "kernel_fallbacks_total", **paged, reason="unsupported") == 1
+    assert value(registry, "kernel_fallbacks_total", **paged, reason="refused") == 1
     assert value(registry, "attention_kv_read_bytes_total", **cascade) == 1000
     assert value(registry, "attention_kv_avoided_bytes_total", **cascade) == 9000
     assert value(registry, "kernel_predicted_seconds_total", **cascade) == 0.004
@@ -70,6 +80,62 @@ def test_a_step_counts_its_choices_bytes_and_rows() -> None:
     assert value(registry, "step_seconds_count", phase="mixed") == 1
 
 
+def test_fallbacks_are_counted_by_what_was_in_the_way() -> None:
+    registry = CollectorRegistry()
+    metrics = Metrics(registry)
+    result = step_result()
+    result.groups[1].fallback = "lacking"
+    result.fallbacks.add(path="decode_graph", reason="rows", count=3)
+    result.fallbacks.add(path="pieces", reason="dropped", count=1)
+    metrics.observe_step(result, LOAD)
+    paged = {"op": "decode", "path": "paged"}
+    assert value(registry, "kernel_fallbacks_total", **paged, reason="lacking") == 1
+    assert value(registry, "graph_fallbacks_total", path="decode_graph", reason="rows") == 3
+    assert value(registry, "graph_fallbacks_total", path="pieces", reason="dropped") == 1
+
+
+def test_counts_of_a_new_worker_are_added_to_those_of_the_last() -> None:
+    registry = CollectorRegistry()
+    metrics = StepMetrics(registry)
+    for evicted, suspensions in ((5, 1), (9, 1), (2, 3)):
+        metrics.observe_load(replace(LOAD, evicted_pages=evicted, suspensions=suspensions))
+    assert value(registry, "prefix_evictions_total", tier="hbm", reason="capacity") == 11
+    assert value(registry, "kv_preemptions_total") == 3 + 1
+
+
+def test_an_engine_stalls_while_work_is_pending_and_no_step_ends() -> None:
+    registry, now = CollectorRegistry(), [100.0]
+    metrics = StepMetrics(registry, lambda: now[0])
+    idle = replace(LOAD, queued_requests=0, steps_in_flight=0)
+    stalls: list[float | None] = []
+    for load, ended in ((idle, False), (LOAD, False), (LOAD, False), (LOAD, True), (idle, False)):
+        if ended:
+            metrics.observe_step(step_result(), load)
+        else:
+            metrics.observe_load(load)
+        now[0] += 10
+        stalls.append(value(registry, "engine_stall_seconds"))
+    assert stalls == [0, 10, 20, 10, 0]
+
+
+def test_the_page_of_metrics_is_what_the_code_says() -> None:
+    text = PAGE.read_text()
+    assert page(text) == text, "run make metrics-docs"
+
+
+def test_every_label_has_few_values() -> None:
+    for family in families():
+        for label, values in label_values(family).items():
+            assert len(values) <= 20, (family.name, label)
+
+
+def test_every_histogram_of_times_sees_a_call_of_50_ms() -> None:
+    times = [f for f in families() if f.type == "histogram" and f.name.endswith("_seconds")]
+    assert times
+    for family in times:
+        assert "0.05" in label_values(family)["le"], family.name
+
+
 def test_the_load_shows_as_gauges() -> None:
     registry = CollectorRegistry()
     Metrics(registry).observe_load(LOAD)
@@ -77,7 +143,11 @@ def test_the_load_shows_as_gauges() -> None:
         assert value(registry, "requests_waiting", priority=priority) == waiting
     assert value(registry, "requests_running") == 2
     assert value(registry, "waiting_tokens") == 50
+    assert value(registry, "requests_waiting_all") == 3
+    assert value(registry, "queue_oldest_seconds") == 1.5
     assert value(registry, "kv_blocks", state="cached") == 15
+    assert value(registry, "kv_blocks", state="used") == 21
+    assert value(registry, "kv_blocks", state="pinned") == 4
     assert value(registry, "kv_utilization_ratio") == 0.25
 
 

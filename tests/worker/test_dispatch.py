@@ -23,7 +23,8 @@ from stemserve.kernels.pricing.cost_model import CostTable
 from stemserve.kernels.pricing.engine_cost import BlockEngine
 from stemserve.kernels.registry import strategies
 from stemserve.kernels.strategy import TORCH, Kernel, Phase
-from stemserve.worker.dispatch import KERNEL_CODES, Dispatcher, NoStrategy, Reason
+from stemserve.worker.choice_reason import Fallback, Reason
+from stemserve.worker.dispatch import KERNEL_CODES, Dispatcher, NoStrategy
 from stemserve.worker.step import Step, decode_step
 
 SHAPE = HeadShape(query_heads=4, kv_heads=2, head_dim=8, scale=0.5)
@@ -78,6 +79,7 @@ def test_a_forced_kernel_that_refuses_falls_back_counted_and_logged_once(
         choices = [dispatcher.choose(two_trees()) for _ in range(3)]
     assert summary(choices[-1]) == [(Kernel.NAIVE, Reason.FALLBACK, 2)]
     assert dispatcher.fallbacks == 6  # trees
+    assert {choice.fallback for choice in choices[-1]} == {Fallback.REFUSED}
     assert [record.message for record in caplog.records] == [
         "forced kernel split cannot run (more than 0 segments); the cost model chooses"
     ]
@@ -99,6 +101,7 @@ def test_a_forced_kernel_that_is_withheld_falls_back_counted_and_logged(
         choices = dispatcher.choose(two_trees(KERNEL_CODES[Kernel.SPLIT]))
     assert summary(choices) == [(Kernel.NAIVE, Reason.FALLBACK, 2)]
     assert dispatcher.fallbacks == 2
+    assert {choice.fallback for choice in choices} == {Fallback.WITHHELD}
     assert "split cannot run (its results depend on the batch)" in caplog.text
 
 
@@ -140,6 +143,7 @@ def test_torch_paths_are_counted_as_fallbacks_where_the_device_could_do_better()
     )
     choices = dispatcher.choose(two_trees())
     assert summary(choices) == [(Kernel.SPLIT, Reason.FALLBACK, 2)]
+    assert {choice.fallback for choice in choices} == {Fallback.LACKING}
     assert dispatcher.fallbacks == 2  # trees
 
 

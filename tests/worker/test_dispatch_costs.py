@@ -7,7 +7,8 @@ from tests.worker.toy_strategies import LIMITS, Toy, naive_and_split, summary, t
 from stemserve.kernels.layout import AttentionLayout
 from stemserve.kernels.pricing.engine_cost import Cost
 from stemserve.kernels.strategy import Kernel, Phase, Work
-from stemserve.worker.dispatch import Dispatcher, Reason
+from stemserve.worker.choice_reason import Reason
+from stemserve.worker.dispatch import Dispatcher
 from stemserve.worker.step import Step, decode_step
 
 

@@ -147,10 +147,13 @@ def test_what_no_graph_takes_runs_launch_by_launch(tmp_path: Path) -> None:
     result = rig.step(story.decode(chosen, [1] * 3))
     assert "graph" not in {group.reason for group in result.groups}
     assert rig.decoder.fallbacks == {"rows": 1}
+    assert [(f.path, f.reason, f.count) for f in result.fallbacks] == [("decode_graph", "rows", 1)]
     story.advance(chosen, [1] * 3)
     forced = story.decode(chosen[:2], [1] * 2)
     forced.segment_kernel = np.array([7, 7], np.int32).tobytes()  # paged
-    assert [group.reason for group in rig.step(forced).groups] == ["forced"]
+    result = rig.step(forced)
+    assert [group.reason for group in result.groups] == ["forced"]
+    assert not result.fallbacks
     assert rig.decoder.fallbacks == {"rows": 1}
 
 

@@ -8,7 +8,8 @@ from stemserve.kernels.codec_decode import host_work
 from stemserve.kernels.codec_tables import HostTables
 from stemserve.kernels.strategy import Phase, Strategy
 from stemserve.worker.attention import Clock, PlannedGroup
-from stemserve.worker.dispatch import Choice, Reason
+from stemserve.worker.choice_reason import Reason
+from stemserve.worker.dispatch import Choice
 from stemserve.worker.graphs.padded_burst import PaddedBurst
 from stemserve.worker.layout import AttentionGroup
 from stemserve.worker.result import GroupCost

@@ -1,0 +1,64 @@
+"""Makes Prometheus instruments with all their series, so that rates do not begin with a gap."""
+
+from collections.abc import Callable, Mapping, Sequence
+from itertools import product
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+
+from stemserve.service.metric_labels import OP_PATHS
+
+
+class Instruments:
+    """Of one registry. The help text of each is its line in docs/metrics.md."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self._registry = registry
+
+    def counter(self, name: str, text: str, **labels: Sequence[str]) -> Counter:
+        counter = Counter(f"stemserve_{name}", text, [*labels], registry=self._registry)
+        _create(counter, labels)
+        return counter
+
+    def gauge(self, name: str, text: str, **labels: Sequence[str]) -> Gauge:
+        gauge = Gauge(f"stemserve_{name}", text, [*labels], registry=self._registry)
+        _create(gauge, labels)
+        return gauge
+
+    def computed_gauge(self, name: str, text: str, value: Callable[[], float]) -> None:
+        """`value` is asked for by each scrape, on a thread of its own."""
+        self.gauge(name, text).set_function(value)
+
+    def info(self, name: str, text: str, labels: str) -> Gauge:
+        """Its labels are known later; the value is always 1."""
+        return Gauge(f"stemserve_{name}", text, labels.split(), registry=self._registry)
+
+    def histogram(
+        self, name: str, text: str, buckets: Sequence[float], **labels: Sequence[str]
+    ) -> Histogram:
+        histogram = Histogram(
+            f"stemserve_{name}", text, [*labels], registry=self._registry, buckets=buckets
+        )
+        _create(histogram, labels)
+        return histogram
+
+    def choice_counter(self, name: str, text: str, **labels: Sequence[str]) -> Counter:
+        """By op and path, which do not go together freely."""
+        names = ["op", "path", *labels]
+        counter = Counter(f"stemserve_{name}", text, names, registry=self._registry)
+        for choice, values in product(OP_PATHS, product(*labels.values())):
+            counter.labels(*choice, *values)
+        return counter
+
+    def choice_histogram(self, name: str, text: str, buckets: Sequence[float]) -> Histogram:
+        histogram = Histogram(
+            f"stemserve_{name}", text, ["op", "path"], registry=self._registry, buckets=buckets
+        )
+        for choice in OP_PATHS:
+            histogram.labels(*choice)
+        return histogram
+
+
+def _create(instrument: Counter | Gauge | Histogram, labels: Mapping[str, Sequence[str]]) -> None:
+    if labels:
+        for values in product(*labels.values()):
+            instrument.labels(*values)

@@ -70,6 +70,7 @@ def _sample_news(message: inference_pb2.GenerateResponse, row: int) -> SampleNew
             for top in message.top_logprobs[tokens]
         ),
         asked_logprobs=_asked(message, tokens),
+        score=message.beam_scores[row] if message.beam_scores else None,
     )
 
 

@@ -63,6 +63,7 @@ class SampleNews:
     logprobs: tuple[float, ...] = ()  # by token, if asked for
     top_logprobs: tuple[tuple[tuple[int, float], ...], ...] = ()  # by token, most likely first
     asked_logprobs: tuple[tuple[float, ...], ...] = ()  # by token, of the request's ids; or empty
+    score: float | None = None  # of a beam search
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

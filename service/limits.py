@@ -31,6 +31,7 @@ class Limits:
     max_chat_messages: int = 1_024
     max_chat_render_ms: int = 2_000  # that the model's chat template may take
     max_n: int = 64
+    max_beams: int = 256
     max_stop_strings: int = 16
     max_stop_characters: int = 256  # of one stop string
     max_top_logprobs: int = 20

@@ -92,11 +92,30 @@ class SamplerSpec:
         return (self.repetition_penalty, self.presence_penalty, self.frequency_penalty) != (1, 0, 0)
 
 
+class EarlyStopping:
+    """When a beam search ends before its beams have max_new_tokens."""
+
+    HEURISTIC = "heuristic"  # width hypotheses beat the best beam, taken at its length of now
+    FIRST = "first"  # there are width hypotheses
+    NEVER = "never"  # width hypotheses beat whatever the best beam could still become
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BeamSpec:
+    """How a GenerateJob searches for the likeliest sequences."""
+
+    width: int
+    best: int  # how many of them are answered
+    length_penalty: float  # a score is the sum of log-probabilities / tokens ** length_penalty
+    early_stopping: str  # EarlyStopping
+    min_new_tokens: int = 0
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerateJob:
     request_id: str
     prompt: Int32  # at least one token
-    samplers: tuple[SamplerSpec, ...]  # one a sample
+    samplers: tuple[SamplerSpec, ...]  # one a sample; none with beams
     max_new_tokens: int  # already cut to the model's context; at least 1
     stop_ids: frozenset[int]  # end a sample; EOS among them unless it is ignored
     priority: int = 0
@@ -107,10 +126,16 @@ class GenerateJob:
     kernel: int = 0
     constraint: "Constraint | None" = None  # of each sample's output
     prompt_logprobs: bool = False  # read the log-probabilities of the prompt's tokens too
+    beams: BeamSpec | None = None  # search; None: draw samples
 
     @property
     def realm(self) -> Realm:
         return Realm(salt=self.salt, trunk=self.trunk)
+
+    @property
+    def num_samples(self) -> int:
+        """Sequences that are answered."""
+        return len(self.samplers) if self.beams is None else self.beams.best
 
 
 Job = ScoreJob | GenerateJob
@@ -191,6 +216,7 @@ class SampleTokens(NamedTuple):
     logprobs: Sequence[float]  # raw, parallel to token_ids
     tops: Sequence[TopTokens] = ()  # parallel to token_ids; empty: nobody asked
     finish: str | None = None  # StopCause, of the last of them
+    score: float = 0.0  # of a beam search
 
 
 class GenerateChunk(NamedTuple):
@@ -201,6 +227,7 @@ class GenerateChunk(NamedTuple):
     usage: JobUsage | None = None
     timing: JobTiming | None = None
     prompt_logprobs: Float32 | None = None  # in the last, if asked for: of all but the first token
+    searched_tokens: int = 0  # of beams that are not in the news
 
     @property
     def num_tokens(self) -> int:

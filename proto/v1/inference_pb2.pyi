@@ -77,6 +77,34 @@ FINISH_REASON_LENGTH: FinishReason.ValueType  # 2
 """max_new_tokens or the model's context"""
 Global___FinishReason: typing_extensions.TypeAlias = FinishReason
 
+class _EarlyStopping:
+    ValueType = typing.NewType("ValueType", builtins.int)
+    V: typing_extensions.TypeAlias = ValueType
+
+class _EarlyStoppingEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._EnumTypeWrapper[_EarlyStopping.ValueType], builtins.type):
+    DESCRIPTOR: google.protobuf.descriptor.EnumDescriptor
+    EARLY_STOPPING_UNSPECIFIED: _EarlyStopping.ValueType  # 0
+    """HEURISTIC"""
+    EARLY_STOPPING_HEURISTIC: _EarlyStopping.ValueType  # 1
+    """the best beam's score as it stands is no better than the worst of them"""
+    EARLY_STOPPING_FIRST: _EarlyStopping.ValueType  # 2
+    """that is all"""
+    EARLY_STOPPING_NEVER: _EarlyStopping.ValueType  # 3
+    """no score that the best beam can still reach is better than the worst of them"""
+
+class EarlyStopping(_EarlyStopping, metaclass=_EarlyStoppingEnumTypeWrapper):
+    """When a search ends before its beams have max_new_tokens. width sequences have ended, and:"""
+
+EARLY_STOPPING_UNSPECIFIED: EarlyStopping.ValueType  # 0
+"""HEURISTIC"""
+EARLY_STOPPING_HEURISTIC: EarlyStopping.ValueType  # 1
+"""the best beam's score as it stands is no better than the worst of them"""
+EARLY_STOPPING_FIRST: EarlyStopping.ValueType  # 2
+"""that is all"""
+EARLY_STOPPING_NEVER: EarlyStopping.ValueType  # 3
+"""no score that the best beam can still reach is better than the worst of them"""
+Global___EarlyStopping: typing_extensions.TypeAlias = EarlyStopping
+
 @typing.final
 class PackedTokens(google.protobuf.message.Message):
     """Several token sequences in one blob: sequence i is tokens[offsets[i]:offsets[i + 1]]."""
@@ -665,6 +693,35 @@ class Chat(google.protobuf.message.Message):
 Global___Chat: typing_extensions.TypeAlias = Chat
 
 @typing.final
+class BeamSearch(google.protobuf.message.Message):
+    """Search for the likeliest sequences instead of drawing samples."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    WIDTH_FIELD_NUMBER: builtins.int
+    LENGTH_PENALTY_FIELD_NUMBER: builtins.int
+    EARLY_STOPPING_FIELD_NUMBER: builtins.int
+    width: builtins.int
+    """beams"""
+    length_penalty: builtins.float
+    """A sequence's score is the sum of its log-probabilities / its tokens ** length_penalty, the end token counted.
+    Absent: 1. 0: the sum.
+    """
+    early_stopping: Global___EarlyStopping.ValueType
+    def __init__(
+        self,
+        *,
+        width: builtins.int = ...,
+        length_penalty: builtins.float | None = ...,
+        early_stopping: Global___EarlyStopping.ValueType = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["_length_penalty", b"_length_penalty", "length_penalty", b"length_penalty"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_length_penalty", b"_length_penalty", "early_stopping", b"early_stopping", "length_penalty", b"length_penalty", "width", b"width"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["_length_penalty", b"_length_penalty"]) -> typing.Literal["length_penalty"] | None: ...
+
+Global___BeamSearch: typing_extensions.TypeAlias = BeamSearch
+
+@typing.final
 class GenerateRequest(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -689,6 +746,7 @@ class GenerateRequest(google.protobuf.message.Message):
     JSON_SCHEMA_FIELD_NUMBER: builtins.int
     GRAMMAR_FIELD_NUMBER: builtins.int
     TOKEN_SEQUENCES_FIELD_NUMBER: builtins.int
+    BEAM_SEARCH_FIELD_NUMBER: builtins.int
     request_id: builtins.str
     n: builtins.int
     """samples; absent: 1"""
@@ -737,6 +795,10 @@ class GenerateRequest(google.protobuf.message.Message):
     def token_sequences(self) -> Global___PackedTokens:
         """the output's tokens are one of these sequences, before the end"""
 
+    @property
+    def beam_search(self) -> Global___BeamSearch:
+        """The n best sequences come in one message, best first. Not with sampling, stop, top_logprobs, asked ids or a constraint."""
+
     def __init__(
         self,
         *,
@@ -761,9 +823,10 @@ class GenerateRequest(google.protobuf.message.Message):
         json_schema: builtins.str = ...,
         grammar: builtins.str = ...,
         token_sequences: Global___PackedTokens | None = ...,
+        beam_search: Global___BeamSearch | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["_max_new_tokens", b"_max_new_tokens", "_n", b"_n", "chat", b"chat", "choice", b"choice", "constraint", b"constraint", "grammar", b"grammar", "json_schema", b"json_schema", "max_new_tokens", b"max_new_tokens", "n", b"n", "prompt", b"prompt", "regex", b"regex", "sampling", b"sampling", "token_sequences", b"token_sequences"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_max_new_tokens", b"_max_new_tokens", "_n", b"_n", "chat", b"chat", "choice", b"choice", "constraint", b"constraint", "grammar", b"grammar", "ignore_eos", b"ignore_eos", "json_schema", b"json_schema", "kernel", b"kernel", "logprob_token_ids", b"logprob_token_ids", "logprobs", b"logprobs", "max_new_tokens", b"max_new_tokens", "min_new_tokens", b"min_new_tokens", "n", b"n", "priority", b"priority", "prompt", b"prompt", "prompt_logprobs", b"prompt_logprobs", "regex", b"regex", "request_id", b"request_id", "sampling", b"sampling", "stop", b"stop", "stop_token_ids", b"stop_token_ids", "token_sequences", b"token_sequences", "top_logprobs", b"top_logprobs"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["_max_new_tokens", b"_max_new_tokens", "_n", b"_n", "beam_search", b"beam_search", "chat", b"chat", "choice", b"choice", "constraint", b"constraint", "grammar", b"grammar", "json_schema", b"json_schema", "max_new_tokens", b"max_new_tokens", "n", b"n", "prompt", b"prompt", "regex", b"regex", "sampling", b"sampling", "token_sequences", b"token_sequences"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_max_new_tokens", b"_max_new_tokens", "_n", b"_n", "beam_search", b"beam_search", "chat", b"chat", "choice", b"choice", "constraint", b"constraint", "grammar", b"grammar", "ignore_eos", b"ignore_eos", "json_schema", b"json_schema", "kernel", b"kernel", "logprob_token_ids", b"logprob_token_ids", "logprobs", b"logprobs", "max_new_tokens", b"max_new_tokens", "min_new_tokens", b"min_new_tokens", "n", b"n", "priority", b"priority", "prompt", b"prompt", "prompt_logprobs", b"prompt_logprobs", "regex", b"regex", "request_id", b"request_id", "sampling", b"sampling", "stop", b"stop", "stop_token_ids", b"stop_token_ids", "token_sequences", b"token_sequences", "top_logprobs", b"top_logprobs"]) -> None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_max_new_tokens", b"_max_new_tokens"]) -> typing.Literal["max_new_tokens"] | None: ...
     @typing.overload
@@ -843,6 +906,7 @@ class GenerateResponse(google.protobuf.message.Message):
     TIMING_FIELD_NUMBER: builtins.int
     ASKED_LOGPROBS_FIELD_NUMBER: builtins.int
     PROMPT_LOGPROBS_FIELD_NUMBER: builtins.int
+    BEAM_SCORES_FIELD_NUMBER: builtins.int
     request_id: builtins.str
     @property
     def sample_index(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
@@ -884,6 +948,10 @@ class GenerateResponse(google.protobuf.message.Message):
     def prompt_logprobs(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.float]:
         """In the last message: raw, of all tokens of the prompt but the first, its prefix included."""
 
+    @property
+    def beam_scores(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.float]:
+        """of a beam search, parallel to sample_index"""
+
     def __init__(
         self,
         *,
@@ -899,8 +967,9 @@ class GenerateResponse(google.protobuf.message.Message):
         timing: Global___Timing | None = ...,
         asked_logprobs: collections.abc.Iterable[builtins.float] | None = ...,
         prompt_logprobs: collections.abc.Iterable[builtins.float] | None = ...,
+        beam_scores: collections.abc.Iterable[builtins.float] | None = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["timing", b"timing", "usage", b"usage"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["asked_logprobs", b"asked_logprobs", "finish_reason", b"finish_reason", "logprobs", b"logprobs", "prompt_logprobs", b"prompt_logprobs", "request_id", b"request_id", "sample_index", b"sample_index", "text", b"text", "timing", b"timing", "token_ids", b"token_ids", "token_offsets", b"token_offsets", "top_logprobs", b"top_logprobs", "usage", b"usage"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["asked_logprobs", b"asked_logprobs", "beam_scores", b"beam_scores", "finish_reason", b"finish_reason", "logprobs", b"logprobs", "prompt_logprobs", b"prompt_logprobs", "request_id", b"request_id", "sample_index", b"sample_index", "text", b"text", "timing", b"timing", "token_ids", b"token_ids", "token_offsets", b"token_offsets", "top_logprobs", b"top_logprobs", "usage", b"usage"]) -> None: ...
 
 Global___GenerateResponse: typing_extensions.TypeAlias = GenerateResponse

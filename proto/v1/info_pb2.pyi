@@ -135,6 +135,7 @@ class GetLimitsResponse(google.protobuf.message.Message):
     MAX_QUEUED_MS_FIELD_NUMBER: builtins.int
     MAX_CHAT_MESSAGES_FIELD_NUMBER: builtins.int
     MAX_CHAT_RENDER_MS_FIELD_NUMBER: builtins.int
+    MAX_BEAMS_FIELD_NUMBER: builtins.int
     max_message_bytes: builtins.int
     max_contexts: builtins.int
     max_items: builtins.int
@@ -178,6 +179,8 @@ class GetLimitsResponse(google.protobuf.message.Message):
     max_chat_messages: builtins.int
     max_chat_render_ms: builtins.int
     """that the model's chat template may take"""
+    max_beams: builtins.int
+    """width of a beam search"""
     def __init__(
         self,
         *,
@@ -210,8 +213,9 @@ class GetLimitsResponse(google.protobuf.message.Message):
         max_queued_ms: builtins.int = ...,
         max_chat_messages: builtins.int = ...,
         max_chat_render_ms: builtins.int = ...,
+        max_beams: builtins.int = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["kv_pages", b"kv_pages", "max_chat_messages", b"max_chat_messages", "max_chat_render_ms", b"max_chat_render_ms", "max_choices", b"max_choices", "max_compile_ms", b"max_compile_ms", "max_concurrent_calls", b"max_concurrent_calls", "max_constraint_characters", b"max_constraint_characters", "max_contexts", b"max_contexts", "max_items", b"max_items", "max_label_tokens", b"max_label_tokens", "max_labels", b"max_labels", "max_message_bytes", b"max_message_bytes", "max_metadata_bytes", b"max_metadata_bytes", "max_n", b"max_n", "max_prefix_tokens", b"max_prefix_tokens", "max_prefixes", b"max_prefixes", "max_queued_ms", b"max_queued_ms", "max_queued_requests", b"max_queued_requests", "max_queued_tokens", b"max_queued_tokens", "max_request_tokens", b"max_request_tokens", "max_step_tokens", b"max_step_tokens", "max_stop_characters", b"max_stop_characters", "max_stop_strings", b"max_stop_strings", "max_stream_calls", b"max_stream_calls", "max_text_characters", b"max_text_characters", "max_token_sequences", b"max_token_sequences", "max_top_logprobs", b"max_top_logprobs", "max_unread_tokens", b"max_unread_tokens", "page_size", b"page_size"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["kv_pages", b"kv_pages", "max_beams", b"max_beams", "max_chat_messages", b"max_chat_messages", "max_chat_render_ms", b"max_chat_render_ms", "max_choices", b"max_choices", "max_compile_ms", b"max_compile_ms", "max_concurrent_calls", b"max_concurrent_calls", "max_constraint_characters", b"max_constraint_characters", "max_contexts", b"max_contexts", "max_items", b"max_items", "max_label_tokens", b"max_label_tokens", "max_labels", b"max_labels", "max_message_bytes", b"max_message_bytes", "max_metadata_bytes", b"max_metadata_bytes", "max_n", b"max_n", "max_prefix_tokens", b"max_prefix_tokens", "max_prefixes", b"max_prefixes", "max_queued_ms", b"max_queued_ms", "max_queued_requests", b"max_queued_requests", "max_queued_tokens", b"max_queued_tokens", "max_request_tokens", b"max_request_tokens", "max_step_tokens", b"max_step_tokens", "max_stop_characters", b"max_stop_characters", "max_stop_strings", b"max_stop_strings", "max_stream_calls", b"max_stream_calls", "max_text_characters", b"max_text_characters", "max_token_sequences", b"max_token_sequences", "max_top_logprobs", b"max_top_logprobs", "max_unread_tokens", b"max_unread_tokens", "page_size", b"page_size"]) -> None: ...
 
 Global___GetLimitsResponse: typing_extensions.TypeAlias = GetLimitsResponse
 

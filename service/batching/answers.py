@@ -41,7 +41,7 @@ class Answers:
             for event in job.deliver(outputs):
                 self._events.append(event)
                 if isinstance(event, GenerateChunk):
-                    generated[job.tenant] += event.num_tokens
+                    generated[job.tenant] += event.num_tokens + event.searched_tokens
                 failed = failed or isinstance(event, JobFailed)
             if failed:
                 self._jobs.end(job)

@@ -79,6 +79,7 @@ class Batcher:
             pins=self._pins,
             jobs=self._jobs,
             rows_in_flight=lambda: sum(step.num_rows * step.repeat for step in self._issued),
+            vocab_size=facts.vocab_size,
         )
 
     @property

@@ -1,7 +1,8 @@
 """How far a Generate job has come: its prompt once, then a row a step for each sample."""
 
+from stemserve.service.batching.decoding_progress import DecodingProgress
 from stemserve.service.batching.guide import Guide
-from stemserve.service.batching.job_progress import JobProgress, Ticket
+from stemserve.service.batching.job_progress import Ticket
 from stemserve.service.batching.kv_cache import KvCache
 from stemserve.service.batching.prefix_forest import StoredChain
 from stemserve.service.batching.prefix_tree import PageNode
@@ -28,14 +29,12 @@ def job_guide(job: GenerateJob, spec: SamplerSpec) -> Guide | None:
     return None if job.constraint is None else Guide(job.constraint, spec, job.stop_ids)
 
 
-class GenerateProgress(JobProgress):
+class GenerateProgress(DecodingProgress):
     def __init__(
         self, job: GenerateJob, ticket: Ticket, *, cache: KvCache, slots: SamplerSlots
     ) -> None:
         """Raises InvalidRequest where the job's constraint leaves no first token."""
         super().__init__(job, ticket)
-        self.is_yielding = False  # gives its pages up when its rows in flight are answered
-        self.lacks_pages = False  # it could not go on for want of pages
         self._job = job
         self._cache = cache
         self._slots = slots
@@ -73,9 +72,9 @@ class GenerateProgress(JobProgress):
         return self._prompt_is_planned and not self.is_yielding
 
     @property
-    def is_guided(self) -> bool:
-        """It cannot take part in a burst: what it may draw depends on the token before."""
-        return self._job.constraint is not None
+    def may_burst(self) -> bool:
+        """Not under a constraint: what it may draw depends on the token before."""
+        return self._job.constraint is None
 
     def missing_pages(self, steps: int) -> int:
         """Pages that its samples lack for so many rows more, or as many as they have left."""

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 
 from stemserve.service.batching.admission import Admission, Backlog, BatcherLimits, Demand
+from stemserve.service.batching.beam_progress import BeamProgress, beam_pages
 from stemserve.service.batching.generate_progress import GenerateProgress
 from stemserve.service.batching.job_progress import JobProgress, Ticket
 from stemserve.service.batching.job_table import JobTable
@@ -12,7 +13,7 @@ from stemserve.service.batching.sample_pages import generate_pages
 from stemserve.service.batching.sampler_slots import SamplerSlots
 from stemserve.service.batching.score_layout import ScoreLayout, lay_out
 from stemserve.service.batching.score_progress import ScoreProgress, context_pages
-from stemserve.service.request import GenerateJob, Job, ScoreJob
+from stemserve.service.request import BeamSpec, GenerateJob, Job, ScoreJob
 
 
 class JobIntake:
@@ -26,6 +27,7 @@ class JobIntake:
         pins: Pins,
         jobs: JobTable,
         rows_in_flight: Callable[[], int],
+        vocab_size: int,
     ) -> None:
         self._max_item_rows = limits.max_item_rows
         self._cache = cache
@@ -34,25 +36,46 @@ class JobIntake:
         self._pins = pins
         self._jobs = jobs
         self._rows_in_flight = rows_in_flight
+        self._vocab_size = vocab_size
 
     def take(self, job: Job, *, arrival: int, now: float) -> JobProgress:
         """Raises RequestError where the job may not wait."""
         if isinstance(job, GenerateJob):
+            if job.beams is not None:
+                return self._take_beams(job, job.beams, arrival, now)
             return self._take_generate(job, arrival, now)
         return self._take_score(job, arrival, now)
 
     def _take_generate(self, job: GenerateJob, arrival: int, now: float) -> GenerateProgress:
-        hits = 0  # rows that are read are run, whatever is stored
-        if not job.prompt_logprobs:
-            hits = min(self._cache.resident_tokens(job.prompt, job.realm), len(job.prompt) - 1)
-        demand = Demand(
-            pages=generate_pages(job, self._cache.page_size),
-            samples=len(job.samplers),
-            tokens=len(job.prompt) - hits,
-            cached_tokens=hits,
+        demand = self._prompt_demand(
+            job, pages=generate_pages(job, self._cache.page_size), samples=len(job.samplers)
         )
         ticket = self._admit(job, demand, arrival, now)
         return GenerateProgress(job, ticket, cache=self._cache, slots=self._slots)
+
+    def _take_beams(
+        self, job: GenerateJob, beams: BeamSpec, arrival: int, now: float
+    ) -> BeamProgress:
+        demand = self._prompt_demand(
+            job, pages=beam_pages(job, beams, self._cache.page_size), samples=beams.width
+        )
+        ticket = self._admit(job, demand, arrival, now)
+        return BeamProgress(
+            job,
+            beams,
+            ticket,
+            cache=self._cache,
+            slots=self._slots,
+            vocab_size=self._vocab_size,
+        )
+
+    def _prompt_demand(self, job: GenerateJob, *, pages: int, samples: int) -> Demand:
+        hits = 0  # rows that are read are run, whatever is stored
+        if not job.prompt_logprobs:
+            hits = min(self._cache.resident_tokens(job.prompt, job.realm), len(job.prompt) - 1)
+        return Demand(
+            pages=pages, samples=samples, tokens=len(job.prompt) - hits, cached_tokens=hits
+        )
 
     def _take_score(self, job: ScoreJob, arrival: int, now: float) -> ScoreProgress:
         layout = lay_out(job)

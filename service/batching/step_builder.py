@@ -146,6 +146,10 @@ class StepBuilder:
         self._copies.append((source.page, page, tokens))
         self._share.note_source(source)
 
+    def copy_page(self, source: int, page: int, tokens: int) -> None:
+        """Begin `page` with the first tokens of another page of the same job's own."""
+        self._copies.append((source, page, tokens))
+
     def copy_tail(self, branch: Branch) -> None:
         """Begin the branch's first own page with its chain's partial tail."""
         if branch.tail is not None:

@@ -49,6 +49,16 @@ class Drawn:
         draws = range(sample, sample + steps * len(self.tokens), len(self.tokens))
         return next((n for n, at in enumerate(draws) if at in self._failed), steps)
 
+    def top_arrays(self, samples: Int32, count: int) -> tuple[Int32, Float32]:
+        """[samples, count] ids and log-probabilities of samples that ask for so many; no burst.
+
+        Raises EngineFault where they are not there.
+        """
+        if not len(self._top_indptr) or (np.diff(self._top_indptr)[samples] != count).any():
+            raise EngineFault(f"the worker did not answer {count} top_logprobs a sample")
+        at = self._top_indptr[samples][:, None] + np.arange(count, dtype=np.int32)
+        return self._top_ids[at], self._top_logprobs[at]
+
     def tops(self, sample: int, sub_step: int) -> TopTokens:
         at = sub_step * len(self.tokens) + sample
         first, end = self._top_indptr[at : at + 2].tolist()

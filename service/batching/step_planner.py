@@ -9,7 +9,7 @@ from heapq import merge
 
 from stemserve.service.batching.admission import BatcherLimits
 from stemserve.service.batching.burst_size import BurstSize
-from stemserve.service.batching.generate_progress import GenerateProgress
+from stemserve.service.batching.decoding_progress import DecodingProgress
 from stemserve.service.batching.job_progress import JobProgress
 from stemserve.service.batching.job_table import JobTable
 from stemserve.service.batching.kv_cache import KvCache
@@ -36,7 +36,7 @@ class StepPlanner:
     def may_find_rows(self) -> bool:
         """False: all that is left to do is in flight."""
         return len(self._jobs.waiting) > 0 or any(
-            isinstance(job, GenerateProgress) or job.has_rows_to_plan for job in self._jobs.running
+            isinstance(job, DecodingProgress) or job.has_rows_to_plan for job in self._jobs.running
         )
 
     def plan(self, step: StepBuilder) -> None:
@@ -108,7 +108,7 @@ class StepPlanner:
         running = [
             (job, False)
             for job in self._jobs.running
-            if not isinstance(job, GenerateProgress) or job.has_rows_to_plan
+            if not isinstance(job, DecodingProgress) or job.has_rows_to_plan
         ]
         if not len(self._jobs.waiting):
             return iter(running)
@@ -117,14 +117,14 @@ class StepPlanner:
         return merge(running, waiting, key=lambda pair: -pair[0].priority)
 
     def _plan_job(self, job: JobProgress, step: StepBuilder) -> None:
-        if isinstance(job, GenerateProgress) and step.readouts.sampler_bytes > MAX_SAMPLER_BYTES:
+        if isinstance(job, DecodingProgress) and step.readouts.sampler_bytes > MAX_SAMPLER_BYTES:
             return
         share = step.begin(job.arrival)
         room = step.room
         job.plan(step)
         share.prefill_rows += room - step.room
         job.planned_rows += room - step.room
-        if isinstance(job, GenerateProgress) and job.lacks_pages:
+        if isinstance(job, DecodingProgress) and job.lacks_pages:
             step.pages_blocked = True
             self._make_room(job)
 
@@ -150,7 +150,7 @@ class StepPlanner:
         if not self._burst.is_possible or self._others_wait():
             return 1
         decoding = [job for job in self._generations() if job.is_decoding]
-        if any(job.is_guided for job in decoding):
+        if not all(job.may_burst for job in decoding):
             return 1
         rows = sum(job.num_live for job in decoding)
         steps, room = self._burst.steps(rows), self._cache.available_pages
@@ -158,13 +158,13 @@ class StepPlanner:
             steps //= 2
         return steps
 
-    def _fits(self, decoding: Sequence[GenerateProgress], steps: int, rows: int, room: int) -> bool:
+    def _fits(self, decoding: Sequence[DecodingProgress], steps: int, rows: int, room: int) -> bool:
         most_for_a_row = pages_for(steps, self._cache.page_size) + 1
         return rows * most_for_a_row <= room or (
             sum(job.missing_pages(steps) for job in decoding) <= room
         )
 
-    def _decode_order(self) -> list[GenerateProgress]:
+    def _decode_order(self) -> list[DecodingProgress]:
         """Of one priority, those that the last step passed over go first."""
         decoding = [job for job in self._generations() if job.is_decoding]
         if not self._passed_over:
@@ -179,10 +179,10 @@ class StepPlanner:
             return True
         return any(job.has_rows_to_plan for job in self._jobs.running)
 
-    def _generations(self) -> list[GenerateProgress]:
-        return [job for job in self._jobs.running if isinstance(job, GenerateProgress)]
+    def _generations(self) -> list[DecodingProgress]:
+        return [job for job in self._jobs.running if isinstance(job, DecodingProgress)]
 
-    def _make_room(self, needer: GenerateProgress) -> None:
+    def _make_room(self, needer: DecodingProgress) -> None:
         """Have a generation behind `needer` yield its pages; the oldest always goes on."""
         generations = self._generations()
         if self._jobs.ending or any(job.is_yielding for job in generations):

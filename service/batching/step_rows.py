@@ -1,17 +1,28 @@
 """The rows of a step in segments, and the forest of stored KV above them."""
 
 from itertools import chain
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import numpy as np
 
 from stemserve.proto.v1 import worker_pb2
 from stemserve.service.batching.plan_arrays import indptr_of, join_int32, pack_int32
 from stemserve.service.batching.prefix_forest import ForestMemory, StoredChain
-from stemserve.service.batching.sequence import Branch
 from stemserve.service.request import Int32
 
 DECODE = worker_pb2.SEGMENT_KIND_DECODE
+
+
+class PagedSequence(Protocol):
+    """A sequence that goes on in pages of its own."""
+
+    @property
+    def table(self) -> Int32: ...
+
+    @property
+    def own_key(self) -> bytes:
+        """Pages up to the first of its own, as bytes."""
+        ...
 
 
 class _Segments(NamedTuple):
@@ -35,7 +46,7 @@ class _Decodes:
         self.ends: list[int] = []  # behind the last
         self.kernels: list[int] = []
         self.pages: list[list[int]] = []  # that the row's tokens go to
-        self.branches: list[Branch] = []
+        self.branches: list[PagedSequence] = []
 
     @property
     def steps(self) -> Int32:
@@ -78,7 +89,9 @@ class StepRows:
     def num_decodes(self) -> int:
         return len(self._decodes.tokens)
 
-    def add_decode(self, token: int, start: int, end: int, branch: Branch, kernel: int) -> int:
+    def add_decode(
+        self, token: int, start: int, end: int, branch: PagedSequence, kernel: int
+    ) -> int:
         """Add a row at position `start` of a branch that has pages up to `end`; in a burst it goes
         on through the positions before that. Returns the row."""
         size, decodes = self._page_size, self._decodes

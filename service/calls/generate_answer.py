@@ -19,6 +19,7 @@ class GenerateAnswer:
         self._top_logprobs = request.top_logprobs
         self._asks = len(request.logprob_token_ids) > 0
         self._logprobs = request.logprobs or self._top_logprobs > 0
+        self._is_search = request.HasField("beam_search")
         self._samples = [
             SampleText(token_bytes, request.stop, min_new_tokens=request.min_new_tokens)
             for _ in range(samples)
@@ -67,6 +68,8 @@ class GenerateAnswer:
         message.text.append(text)
         message.finish_reason.append(state.finish)
         message.token_offsets.append(len(message.token_ids))
+        if self._is_search:
+            message.beam_scores.append(news[-1].score)
 
 
 def _by_sample(news: Sequence[SampleTokens]) -> Mapping[int, Sequence[SampleTokens]]:

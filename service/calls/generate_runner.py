@@ -67,11 +67,11 @@ class GenerateRunner:
     async def _follow(
         self, request: inference_pb2.GenerateRequest, job: GenerateJob, call: "_RunningCall"
     ) -> Messages:
-        answer = GenerateAnswer(request, self._tokenizer.token_bytes, len(job.samplers))
+        answer = GenerateAnswer(request, self._tokenizer.token_bytes, job.num_samples)
         last = None
         async with aclosing(self._engine.generate(job)) as chunks:
             async for chunk in chunks:
-                call.note(chunk, len(job.samplers))
+                call.note(chunk, job.num_samples)
                 message, stopped = answer.add(chunk)
                 for sample in stopped:
                     self._engine.stop_sample(job.request_id, sample)

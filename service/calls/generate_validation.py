@@ -3,7 +3,9 @@
 import math
 
 from stemserve.proto.v1 import inference_pb2
+from stemserve.service.calls.beam_validation import check_beams
 from stemserve.service.calls.chat_validation import chat_characters, check_chat
+from stemserve.service.calls.generate_counts import new_tokens, sample_count
 from stemserve.service.calls.validation import (
     check_characters,
     check_count,
@@ -17,7 +19,6 @@ from stemserve.service.errors import InvalidRequest
 from stemserve.service.limits import Limits
 from stemserve.service.request import WorkerFacts
 
-DEFAULT_NEW_TOKENS = 128
 TOKEN_ANSWER_BYTES = 64  # of a new token in an answer, its text included
 TOP_BYTES = 16  # of each of its likeliest tokens
 ASKED_BYTES = 4  # of each token whose log-probability is asked for
@@ -37,6 +38,10 @@ def check_generate(
     check_tokens("prompt", len(request.prompt.tokens) // TOKEN_BYTES, limits)
     if request.HasField("chat"):
         check_chat(request, limits)
+    if request.HasField("beam_search"):
+        check_beams(request, limits, facts)
+    else:
+        _check_samples(request, limits, facts)
     _check_counts(request, limits, facts)
     _check_ids(request, facts)
     _check_stops(request, limits)
@@ -44,12 +49,17 @@ def check_generate(
     _check_constraint(request, limits)
 
 
-def new_tokens(request: inference_pb2.GenerateRequest) -> int:
-    return request.max_new_tokens if request.HasField("max_new_tokens") else DEFAULT_NEW_TOKENS
-
-
-def sample_count(request: inference_pb2.GenerateRequest) -> int:
-    return request.n if request.HasField("n") else 1
+def _check_samples(
+    request: inference_pb2.GenerateRequest, limits: Limits, facts: WorkerFacts
+) -> None:
+    check_count("n", sample_count(request), "max_n", min(limits.max_n, facts.sampler_slots))
+    asked_bytes = len(request.logprob_token_ids) * ASKED_BYTES
+    token_bytes = TOKEN_ANSWER_BYTES + request.top_logprobs * TOP_BYTES + asked_bytes
+    step_bytes = sample_count(request) * token_bytes * facts.max_burst_steps
+    if request.prompt_logprobs:
+        step_bytes += min(limits.max_request_tokens, facts.context_tokens) * ASKED_BYTES
+    allowed = limits.max_message_bytes
+    check_count("n", step_bytes, "max_message_bytes, for the answer of one step", allowed)
 
 
 def _check_counts(
@@ -57,7 +67,6 @@ def _check_counts(
 ) -> None:
     if not sample_count(request):
         raise InvalidRequest("n", "must be at least 1")
-    check_count("n", sample_count(request), "max_n", min(limits.max_n, facts.sampler_slots))
     if not new_tokens(request):
         raise InvalidRequest(
             "max_new_tokens", "must be at least 1; to compute a prefix only, register it with warm"
@@ -71,12 +80,6 @@ def _check_counts(
     check_count("top_logprobs", request.top_logprobs, "max_top_logprobs", limit)
     asked = len(request.logprob_token_ids)
     check_count("logprob_token_ids", asked, "the most that are read at a position", MOST_ASKED)
-    token_bytes = TOKEN_ANSWER_BYTES + request.top_logprobs * TOP_BYTES + asked * ASKED_BYTES
-    step_bytes = sample_count(request) * token_bytes * facts.max_burst_steps
-    if request.prompt_logprobs:
-        step_bytes += min(limits.max_request_tokens, facts.context_tokens) * ASKED_BYTES
-    allowed = limits.max_message_bytes
-    check_count("n", step_bytes, "max_message_bytes, for the answer of one step", allowed)
 
 
 def _check_ids(request: inference_pb2.GenerateRequest, facts: WorkerFacts) -> None:

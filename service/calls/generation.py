@@ -11,8 +11,10 @@ import numpy as np
 
 from stemserve.proto.v1 import inference_pb2
 from stemserve.service.caller import Caller
+from stemserve.service.calls.beam_validation import beam_spec, check_candidates
 from stemserve.service.calls.context_encoder import ContextEncoder, EncodedContext
-from stemserve.service.calls.generate_validation import check_generate, new_tokens, sample_count
+from stemserve.service.calls.generate_counts import new_tokens, sample_count
+from stemserve.service.calls.generate_validation import check_generate
 from stemserve.service.calls.validation import check_priority
 from stemserve.service.calls.wire_tokens import NO_IDS, decode_ids, decode_packed
 from stemserve.service.constraints.compiler import ConstraintCompiler
@@ -62,6 +64,9 @@ class GenerateEncoder:
         ends = eos_ids | frozenset(stop_ids.tolist())
         if request.min_new_tokens:
             _check_choice(allowed_ids, banned_ids, ends, vocab_size)
+        beams = beam_spec(request)
+        if beams is not None:
+            check_candidates(beams, ends, vocab_size)
         context = await self._context(request, caller)
         prompt = context.tokens
         constraint = await self._constraint(request)
@@ -70,7 +75,8 @@ class GenerateEncoder:
         asked_ids = decode_ids("logprob_token_ids", request.logprob_token_ids, vocab_size)
         first = _sampler(request, bias_ids, bias_values, banned_ids, allowed_ids, asked_ids)
         samplers = tuple(
-            replace(first, seed=child_seed(seed, sample)) for sample in range(sample_count(request))
+            replace(first, seed=child_seed(seed, sample))
+            for sample in range(sample_count(request) if beams is None else 0)
         )
         return GenerateJob(
             request_id=request_id,
@@ -85,6 +91,7 @@ class GenerateEncoder:
             kernel=request.kernel,
             constraint=constraint,
             prompt_logprobs=request.prompt_logprobs,
+            beams=beams,
         )
 
     async def _constraint(self, request: inference_pb2.GenerateRequest) -> Constraint | None:

@@ -10,6 +10,7 @@ from rich.console import Console
 
 from stemserve.proto.v1 import inference_pb2, inference_pb2_grpc
 from stemserve.service.client_routing import route
+from stemserve.service.commands.beam_options import beam_search
 from stemserve.service.commands.call import (
     SERVER,
     TIMEOUT_S,
@@ -114,6 +115,20 @@ LogprobToken = Annotated[
 PromptLogprobs = Annotated[
     bool, typer.Option("--prompt-logprobs", help="Also the log-probability of the prompt's tokens.")
 ]
+Beams = Annotated[
+    int,
+    typer.Option(
+        metavar="N", parser=whole_uint32, help="Search with N beams for the --n likeliest; 0: draw."
+    ),
+]
+LengthPenalty = Annotated[
+    float | None,
+    typer.Option(metavar="X", help="A score is log-probability / tokens ** X; without: 1."),
+]
+EarlyStopping = Annotated[
+    str | None,
+    typer.Option(metavar="MODE", help="When a search ends: heuristic (without it), first, never."),
+]
 
 
 def generate(
@@ -145,6 +160,9 @@ def generate(
     json_schema: JsonSchema = None,
     grammar: Grammar = None,
     prompt_logprobs: PromptLogprobs = False,
+    beams: Beams = 0,
+    length_penalty: LengthPenalty = None,
+    early_stopping: EarlyStopping = None,
     priority: Priority = 0,
     kernel: Kernel = None,
     server: Server = SERVER,
@@ -162,6 +180,7 @@ def generate(
       stemserve generate --chat "Name three rivers." --n 4
       stemserve generate --prompt "The capital of France is" --temperature 0 --json
       stemserve generate --prompt "Is fire hot? " --choice yes --choice no
+      stemserve generate --prompt "The capital of France is" --beams 4 --n 2
     """
     messages = ChatOptions(
         chat=chat, tools=tools, kwargs=chat_kwargs, continue_final=continue_final
@@ -194,6 +213,7 @@ def generate(
         prompt_logprobs=prompt_logprobs,
         priority=priority,
         kernel=kernel_value(kernel),
+        beam_search=beam_search(beams, length_penalty, early_stopping),
     )
     _constrain(request, choice or (), regex, json_schema, grammar)
     call(server, lambda channel: _generate(channel, request, timeout, as_json))
@@ -238,9 +258,10 @@ async def _generate(
 def _print_news(message: inference_pb2.GenerateResponse, samples: JoinedSamples) -> None:
     """One sample is printed as it grows, several when each is whole."""
     for row, sample in enumerate(message.sample_index):
-        if samples.count == 1:
+        if samples.count == 1 and not message.beam_scores:
             print(message.text[row], end="", flush=True)
         elif message.finish_reason[row]:
-            print(f"--- sample {sample}\n{samples.text(sample)}", flush=True)
-    if samples.count == 1 and message.HasField("usage"):
+            score = f", score {message.beam_scores[row]:.4f}" if message.beam_scores else ""
+            print(f"--- sample {sample}{score}\n{samples.text(sample)}", flush=True)
+    if samples.count == 1 and not message.beam_scores and message.HasField("usage"):
         print()

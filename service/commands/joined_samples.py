@@ -8,6 +8,7 @@ from stemserve.proto.v1 import inference_pb2
 @dataclass(slots=True)
 class _Sample:
     text: str = ""
+    beam_scores: list[float] = field(default_factory=list[float])  # one, or none
     token_ids: list[int] = field(default_factory=list[int])
     finish_reason: inference_pb2.FinishReason.ValueType = inference_pb2.FINISH_REASON_UNSPECIFIED
     logprobs: list[float] = field(default_factory=list[float])
@@ -39,6 +40,7 @@ class JoinedSamples:
             sample.text += message.text[row]
             sample.token_ids += message.token_ids[start:stop]
             sample.finish_reason = message.finish_reason[row]
+            sample.beam_scores += message.beam_scores[row : row + 1]
             sample.logprobs += message.logprobs[start:stop]
             sample.top_logprobs += message.top_logprobs[start:stop]
             asked = len(message.asked_logprobs) // max(1, len(message.token_ids))
@@ -52,6 +54,7 @@ class JoinedSamples:
             joined.token_ids.extend(sample.token_ids)
             joined.token_offsets.append(len(joined.token_ids))
             joined.finish_reason.append(sample.finish_reason)
+            joined.beam_scores.extend(sample.beam_scores)
             joined.logprobs.extend(sample.logprobs)
             joined.top_logprobs.extend(sample.top_logprobs)
             joined.asked_logprobs.extend(sample.asked_logprobs)

@@ -98,6 +98,7 @@ class Generated:
     )
     asked: dict[int, list[list[float]]] = field(default_factory=dict[int, list[list[float]]])
     prompt_logprobs: list[float] = field(default_factory=list[float])
+    scores: dict[int, float] = field(default_factory=dict[int, float])
     usage: inference_pb2.Usage = field(default_factory=inference_pb2.Usage)
 
     def add(self, message: inference_pb2.GenerateResponse) -> None:
@@ -114,6 +115,8 @@ class Generated:
             if message.asked_logprobs:
                 rows = np.array(message.asked_logprobs).reshape(len(message.token_ids), -1)
                 self.asked.setdefault(sample, []).extend(rows[start:end].tolist())
+            if message.beam_scores:
+                self.scores[sample] = message.beam_scores[at]
             if message.finish_reason[at]:
                 self.finish[sample] = message.finish_reason[at]
         self.prompt_logprobs += message.prompt_logprobs

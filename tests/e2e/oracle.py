@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 Float64 = NDArray[np.float64]
 DECISIVE = 1e-4  # a lead of the best token over the second that rounding does not turn
 SEQUENCES_KEPT = 200
+NO_TOKEN = -1
 
 
 class Oracle:
@@ -54,6 +55,33 @@ class Oracle:
         if lead.max() > DECISIVE:
             return False
         return True if all(map(decided, rows)) else None
+
+    def beam_search(
+        self, prompt: Sequence[int], *, end_ids: Collection[int], penalty: float, **options: object
+    ) -> list[tuple[list[int], float]]:
+        """Tokens and scores of the best sequences, by transformers' generate."""
+        many = {"length_penalty": penalty} if options["num_beams"] != 1 else {}
+        with torch.no_grad():
+            found = self._model.generate(
+                torch.tensor([list(prompt)]),
+                attention_mask=torch.ones(1, len(prompt), dtype=torch.int64),
+                eos_token_id=sorted(end_ids) or [NO_TOKEN],
+                pad_token_id=0,
+                do_sample=False,
+                return_dict_in_generate=True,
+                output_scores=True,
+                **many,
+                **options,
+            )
+        rows = found.sequences[:, len(prompt) :].tolist()
+        lengths = [
+            next((n for n, token in enumerate(row, 1) if token in end_ids), len(row))
+            for row in rows
+        ]
+        tokens = [row[:n] for row, n in zip(rows, lengths, strict=True)]
+        if many:
+            return list(zip(tokens, found.sequences_scores.tolist(), strict=True))
+        return [(t, self.token_logprobs(prompt, t).sum() / len(t) ** penalty) for t in tokens]
 
     def greedy(
         self, prompt: Sequence[int], count: int, *, banned: Collection[int] = ()

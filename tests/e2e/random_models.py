@@ -74,6 +74,13 @@ class RandomModels:
             self._made[key] = self._make(class_name, context_tokens, kv_pages, config)
         return self._made[key]
 
+    def seeded(self, family: str, seed: int) -> RandomModel:
+        """A model of its own for each seed."""
+        torch.default_generator.manual_seed(seed)
+        heads = {**HEADS[family], "tie_word_embeddings": bool(seed % 2)}
+        model = random_model(f"{family}ForCausalLM", vocab_size=VOCAB, **heads)
+        return self._serve(model, kv_pages=KV_PAGES)
+
     def classifier(self, family: str, num_labels: int) -> RandomModel:
         class_name = f"{family}ForSequenceClassification"
         config = {**HEADS[family], "num_labels": num_labels}

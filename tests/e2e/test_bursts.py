@@ -106,6 +106,21 @@ async def test_calls_of_all_kinds_get_what_single_steps_give(
         assert_same(found, wanted)
 
 
+async def test_a_search_runs_in_no_burst_nor_does_what_is_beside_it(
+    bursting: RandomModels, tokenizer: Tokenizer, rng: np.random.Generator
+) -> None:
+    worker = bursting.lm("Llama").worker
+    search = generation(random_tokens(rng, 20), max_new_tokens=20, n=3)
+    search.ClearField("sampling")
+    search.beam_search.width = 3
+    beside = generation(random_tokens(rng, 9), max_new_tokens=60)
+    one_by_one, alone = await answers(worker, tokenizer, 1, [search, beside])
+    together, lengths = await answers(worker, tokenizer, 8, [search, beside])
+    assert alone == {1} and max(lengths) == 8  # once the search has ended
+    for found, wanted in zip(together, one_by_one, strict=True):
+        assert_same(found, wanted)
+
+
 @pytest.mark.parametrize("seed", range(6))
 async def test_a_stop_string_inside_a_burst_ends_its_sample_there(
     bursting: RandomModels, tokenizer: Tokenizer, seed: int

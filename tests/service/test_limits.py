@@ -116,6 +116,7 @@ OFFENCES: dict[str, tuple[int, Offence]] = {
     "max_text_characters": (4, score("abcde")),
     "max_chat_messages": (1, generate_chat("a", "b")),
     "max_n": (1, generate(n=2)),
+    "max_beams": (1, generate(beam_search=inference_pb2.BeamSearch(width=2))),
     "max_stop_strings": (1, generate(stop=["a", "b"])),
     "max_stop_characters": (1, generate(stop=["ab"])),
     "max_top_logprobs": (1, generate(top_logprobs=2)),

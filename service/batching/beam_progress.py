@@ -1,0 +1,273 @@
+"""How far a beam search has come: its prompt once, then a row for each beam, a round at a time.
+
+The beams of the next round are known once all rows of this one are answered, so a search has no
+rows beyond them in flight. One that gave its pages up begins again.
+"""
+
+from typing import NamedTuple
+
+import numpy as np
+
+from stemserve.proto.v1 import worker_pb2
+from stemserve.service.batching.beam_pages import BeamPages
+from stemserve.service.batching.beam_state import BeamState, Hypothesis, candidates_needed
+from stemserve.service.batching.decoding_progress import DecodingProgress
+from stemserve.service.batching.job_progress import Ticket
+from stemserve.service.batching.kv_cache import KvCache
+from stemserve.service.batching.prefix_tree import PageNode
+from stemserve.service.batching.sampler_slots import SamplerSlots
+from stemserve.service.batching.sequence import Chain, pages_for
+from stemserve.service.batching.step_builder import StepBuilder
+from stemserve.service.batching.step_outputs import StepOutputs
+from stemserve.service.errors import EngineFault
+from stemserve.service.request import (
+    BeamSpec,
+    Event,
+    Float32,
+    GenerateChunk,
+    GenerateJob,
+    Int32,
+    JobFailed,
+    JobUsage,
+    SampleTokens,
+    StopCause,
+)
+
+
+def beam_pages(job: GenerateJob, beams: BeamSpec, page_size: int) -> int:
+    """The most pages that the job needs: the last token's KV is never stored."""
+    prompt = len(job.prompt)
+    stored = pages_for(prompt + job.max_new_tokens - 1, page_size)
+    prompt_pages = pages_for(prompt, page_size)
+    if job.max_new_tokens == 1:
+        return prompt_pages
+    return prompt_pages + beams.width * (stored - prompt // page_size)
+
+
+class _Read(NamedTuple):
+    """Rows of a step in flight."""
+
+    beams: list[int]
+    at: list[int]  # of each in the step's samples
+
+
+class BeamProgress(DecodingProgress):
+    def __init__(
+        self,
+        job: GenerateJob,
+        beams: BeamSpec,
+        ticket: Ticket,
+        *,
+        cache: KvCache,
+        slots: SamplerSlots,
+        vocab_size: int,
+    ) -> None:
+        super().__init__(job, ticket)
+        self._job = job
+        self._spec = beams
+        self._cache = cache
+        self._slots = slots
+        self._candidates = candidates_needed(beams, job.stop_ids, vocab_size)
+        self._counted_tokens = 0  # of the prompt: leading tokens that usage has counted
+        self._computed_rows = 0
+        self._begin_again()
+
+    def _begin_again(self) -> None:
+        """Nothing is held, planned or known."""
+        self._chain: Chain | None = None
+        self._pages: BeamPages | None = None
+        self._taken: list[int] = []  # sampler slots, one a beam
+        self._announced = 0  # of them: the worker has their parameters
+        self._prompt_is_planned = False
+        self._reads: dict[int, _Read] = {}  # by step
+        self._search(BeamState(self._spec, self._job.stop_ids, self._job.max_new_tokens))
+
+    def _search(self, state: BeamState) -> None:
+        self._state = state
+        self._next_round()
+
+    def _next_round(self) -> None:
+        self.num_live = 0 if self._state.is_done else self._state.num_live
+        shape = (self.num_live, self._candidates)
+        self._planned = 0  # leading beams whose rows are planned
+        self._answered = 0
+        self._ids: Int32 = np.zeros(shape, np.int32)
+        self._logprobs: Float32 = np.zeros(shape, np.float32)
+
+    @property
+    def has_started(self) -> bool:
+        return self._chain is not None
+
+    @property
+    def holds_pages(self) -> bool:
+        return self._chain is not None
+
+    @property
+    def has_rows_to_plan(self) -> bool:
+        return not self._prompt_is_planned
+
+    @property
+    def may_burst(self) -> bool:
+        return False
+
+    @property
+    def is_decoding(self) -> bool:
+        return self._prompt_is_planned and not self.is_yielding
+
+    def missing_pages(self, steps: int) -> int:
+        return self.num_live * pages_for(steps, self._cache.page_size)
+
+    def plan(self, step: StepBuilder) -> None:
+        self.lacks_pages = False
+        if self.is_yielding or not step.room or self._prompt_is_planned:
+            return
+        chain = self._chain or self._start(step)
+        if chain is None:
+            return
+        chunk = step.prefill(chain, self._job.kernel, reads_from=chain.length - 1)
+        if chunk.start < chunk.stop:
+            self._computed_rows += max(0, chunk.stop - max(chunk.start, self._counted_tokens))
+            self._counted_tokens = max(self._counted_tokens, chunk.stop)
+        if chunk.stop == chain.length and chunk.last_row >= 0:
+            self._prompt_is_planned = True
+            self._read(step, {0: chunk.last_row})
+
+    def plan_decodes(self, step: StepBuilder, limit: int) -> bool:
+        """Add a row for each beam of this round that has none."""
+        state, pages = self._state, self._pages
+        if pages is None or self._planned == self.num_live:
+            return True
+        rows: dict[int, int] = {}
+        start = len(self._job.prompt) + state.length - 1
+        tokens = state.last_tokens.tolist()
+        for beam in range(self._planned, self.num_live):
+            if step.rows.num_rows >= limit:
+                break
+            table = pages.table(beam, start, step)
+            if table is None:
+                break
+            rows[beam] = step.rows.add_decode(
+                tokens[beam], start, start + 1, table, self._job.kernel
+            )
+        self._read(step, rows)
+        return self._planned == self.num_live or step.rows.num_rows >= limit
+
+    def deliver(self, outputs: StepOutputs) -> list[Event]:
+        read = self._reads.pop(outputs.step_id, None)
+        if read is None:
+            return []
+        if any(not outputs.drawn.good_steps(at, 1) for at in read.at):
+            return [self._failure()]
+        at = np.array(read.at, np.int32)
+        ids, logprobs = outputs.drawn.top_arrays(at, self._candidates)
+        self._ids[read.beams], self._logprobs[read.beams] = ids, logprobs
+        self._answered += len(read.beams)
+        if self._answered < self.num_live:
+            return []
+        parents = self._state.advance(self._ids, self._logprobs)
+        if not self._state.is_done:
+            self._fork(parents)
+        self._next_round()
+        return [self._found()] if self._state.is_done else []
+
+    def finish(self, now: float) -> GenerateChunk | None:
+        if not self._state.is_done:
+            return None
+        prompt = len(self._job.prompt)
+        usage = JobUsage(
+            prompt_tokens=prompt,
+            cached_tokens=prompt - self._computed_rows,
+            computed_tokens=self._computed_rows,
+            output_tokens=sum(len(found.token_ids) for found in self._state.best),
+            kv_read_bytes=self.kv_read_bytes,
+            kv_avoided_bytes=self.kv_avoided_bytes,
+        )
+        return GenerateChunk(self.request_id, (), usage, self.timing(now))
+
+    def release(self) -> None:
+        if self._pages is not None:
+            self._pages.drop()
+        if self._chain is not None:
+            self._cache.tree.release(self._chain.nodes)
+        for slot in self._taken:
+            self._slots.give_back(slot)
+        self.is_yielding = False
+        self._begin_again()
+
+    def held_nodes(self) -> list[PageNode]:
+        return [] if self._chain is None else self._chain.nodes
+
+    def recheck(self) -> None:
+        # Of a lost step in which the prompt's last row was read, the job is lost too.
+        if self._chain is not None:
+            self._chain.recheck()
+
+    def _start(self, step: StepBuilder) -> Chain | None:
+        """Hold pages for the prompt, and slots; leaves room for the beams' first pages."""
+        job, cache, width = self._job, self._cache, self._spec.width
+        if step.slots_blocked or self._slots.num_free < width:
+            step.slots_blocked = True
+            return None
+        needed = cache.missing_pages(job.prompt, job.realm) + step.rows.num_decodes
+        needed += width * (job.max_new_tokens > 1)
+        others_hold_pages = cache.available_pages < cache.allocator.num_pages
+        if step.pages_blocked or (needed > cache.available_pages and others_hold_pages):
+            step.pages_blocked = True
+            return None
+        self._chain = cache.acquire(job.prompt, job.realm, step, own_tail=True)
+        if self._chain is None:
+            step.pages_blocked = True
+            return None
+        self._taken = self._slots.take(width)
+        return self._chain
+
+    def _fork(self, parents: Int32) -> None:
+        prompt = len(self._job.prompt)
+        if self._pages is None and self._chain is not None:
+            capacity = prompt + self._job.max_new_tokens - 1
+            self._pages = BeamPages(self._cache, self._chain, capacity=capacity)
+        if self._pages is not None:
+            self._pages.fork(parents, prompt + self._state.length - 1)
+
+    def _read(self, step: StepBuilder, rows: dict[int, int]) -> None:
+        """Read the likeliest next tokens of beams at their rows."""
+        if not rows:
+            return
+        at: list[int] = []
+        for beam, row in rows.items():
+            slot = self._taken[beam]
+            if beam >= self._announced:
+                step.readouts.add_sampler(_reader(slot, self._candidates))
+                self._announced = beam + 1
+            at.append(step.readouts.add_sample(row, slot, self._state.length))
+        self._reads[step.step_id] = _Read(list(rows), at)
+        self._planned += len(rows)
+
+    def _failure(self) -> JobFailed:
+        if not self._state.length and self._chain is not None:
+            self._cache.tree.discard(self._chain.nodes[-1])
+        error = EngineFault(
+            f"the model's logits for token {self._state.length} of a beam are not finite numbers"
+        )
+        return JobFailed(request_id=self.request_id, error=error)
+
+    def _found(self) -> GenerateChunk:
+        news = [_answer(rank, found) for rank, found in enumerate(self._state.best)]
+        told = sum(len(tokens.token_ids) for tokens in news)
+        lost = max(0, self._state.searched_tokens - told)
+        return GenerateChunk(self.request_id, news, searched_tokens=lost)
+
+
+def _answer(rank: int, found: Hypothesis) -> SampleTokens:
+    return SampleTokens(
+        rank,
+        found.token_ids.tolist(),
+        found.logprobs.tolist(),
+        finish=StopCause.STOP_ID if found.has_end else StopCause.LENGTH,
+        score=found.score,
+    )
+
+
+def _reader(slot: int, candidates: int) -> worker_pb2.Sampler:
+    """A sampler whose token nobody uses: the likeliest ones are read beside it."""
+    return worker_pb2.Sampler(slot=slot, temperature=0.0, top_p=1.0, top_logprobs=candidates)

@@ -1,0 +1,34 @@
+"""What the step planner asks of jobs that generate: rows of one token each, behind a prompt."""
+
+from abc import abstractmethod
+
+from stemserve.service.batching.job_progress import JobProgress, Ticket
+from stemserve.service.batching.step_builder import StepBuilder
+from stemserve.service.request import Job
+
+
+class DecodingProgress(JobProgress):
+    def __init__(self, job: Job, ticket: Ticket) -> None:
+        super().__init__(job, ticket)
+        self.is_yielding = False  # gives its pages up when its rows in flight are answered
+        self.lacks_pages = False  # it could not go on for want of pages
+        self.num_live = 0  # sequences that have not ended
+
+    @property
+    @abstractmethod
+    def may_burst(self) -> bool:
+        """Its next rows can run before the tokens of the last are known here."""
+
+    @property
+    @abstractmethod
+    def is_decoding(self) -> bool:
+        """It may have decode rows."""
+
+    @abstractmethod
+    def missing_pages(self, steps: int) -> int:
+        """Pages that it lacks for so many rows more of each sequence."""
+
+    @abstractmethod
+    def plan_decodes(self, step: StepBuilder, limit: int) -> bool:
+        """Add decode rows while the step has fewer rows than `limit`. False: there is no page for
+        one now."""

@@ -9,7 +9,7 @@ STAMP := $(VENV)/.installed
 PROTO_VENV := .venv-proto
 PROTOS := $(sort $(wildcard proto/v1/*.proto))
 
-.PHONY: install model demo test bench-cpu bench-frontend bench-ranking bench-yes-no bench-kernels bench-engine load faults fuzz soak check proto proto-check metrics-docs dashboards prometheus wheel clean
+.PHONY: install model demo test deploy-check bench-cpu bench-frontend bench-ranking bench-yes-no bench-kernels bench-engine load faults fuzz soak check proto proto-check metrics-docs dashboards prometheus wheel clean
 
 install: $(STAMP)
 
@@ -36,6 +36,10 @@ demo: $(STAMP) $(MODEL)
 
 test: $(STAMP) $(MODEL) prometheus
 	$(BIN)/pytest -m "not gpu"
+
+# Chart, images, rules and routing, as far as they can be checked without a cluster; ends with a line of JSON.
+deploy-check: $(STAMP) $(MODEL) prometheus
+	$(BIN)/python deploy/check.py
 
 # Options in ARGS, such as ARGS=--quick; ARGS=--help lists them.
 bench-cpu: $(STAMP) $(MODEL)

@@ -3,6 +3,7 @@
 import json
 import re
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -58,13 +59,20 @@ def names(expression: str) -> set[str]:
     return set(NAME.findall(expression))
 
 
-def exported() -> set[str]:
-    return {name for family in families() for name in series_names(family)}
+@cache
+def exported() -> frozenset[str]:
+    return frozenset(_label_values())
+
+
+@cache
+def _label_values() -> dict[str, dict[str, list[str]]]:
+    """Of each series, by its name."""
+    return {name: label_values(f) for f in families() for name in series_names(f)}
 
 
 def unknown_matchers(expression: str) -> list[str]:
     """Labels, or values of labels, that no series of the named metric has."""
-    by_name = {name: label_values(f) for f in families() for name in series_names(f)}
+    by_name = _label_values()
     wrong: list[str] = []
     for name, matchers in SELECTOR.findall(expression):
         values = by_name[name]

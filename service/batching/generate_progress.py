@@ -83,7 +83,7 @@ class GenerateProgress(DecodingProgress):
                 sample.stored + min(steps, self._job.max_new_tokens - sample.num_tokens)
             )
             for sample in self._samples
-            if self._is_ready(sample, sample.num_tokens)
+            if sample.is_ready(self._job, sample.num_tokens)
         )
 
     def plan_decodes(self, step: StepBuilder, limit: int) -> bool:
@@ -94,7 +94,7 @@ class GenerateProgress(DecodingProgress):
         room = Room.FOUND
         for sample in self._samples:
             drawn, start = len(sample.tokens) + sample.pending, sample.stored
-            if not self._is_ready(sample, drawn):
+            if not sample.is_ready(self._job, drawn):
                 continue
             if rows.num_rows >= limit:
                 break
@@ -249,19 +249,8 @@ class GenerateProgress(DecodingProgress):
         error = EngineFault(f"the model's logits for {place} are not finite numbers")
         return JobFailed(request_id=self.request_id, error=error)
 
-    def _is_ready(self, sample: Sample, drawn: int) -> bool:
-        """Its next row is a decode row."""
-        return (
-            not sample.has_ended
-            and (sample.guide is None or not sample.pending)
-            and 0 < drawn < self._job.max_new_tokens
-            and sample.stored == len(self._job.prompt) + drawn - 1
-        )
-
     def _lacks_rows(self, sample: Sample) -> bool:
-        """The sample gave its pages up: rows of tokens that it has generated must run again."""
-        stored = len(self._job.prompt) + len(sample.tokens) - 1
-        return not sample.has_ended and sample.pending == 0 and sample.stored < stored
+        return sample.lacks_rows(self._job)
 
     def _plan_lost_rows(self, sample: Sample, step: StepBuilder) -> bool:
         """Run some of them again. False: no pages for them now."""

@@ -50,6 +50,20 @@ class Sample:
         tops = [drawn.tops(draw.at, number) for number in range(len(ids) * drawn.has_tops)]
         return SampleTokens(self.index, ids, logprobs[: len(ids)], tops, finish)
 
+    def is_ready(self, job: GenerateJob, drawn: int) -> bool:
+        """Its next row is a decode row. `drawn`: num_tokens."""
+        return (
+            not self.has_ended
+            and (self.guide is None or not self.pending)
+            and 0 < drawn < job.max_new_tokens
+            and self.stored == len(job.prompt) + drawn - 1
+        )
+
+    def lacks_rows(self, job: GenerateJob) -> bool:
+        """It gave its pages up: rows of tokens that it has generated must run again."""
+        stored = len(job.prompt) + len(self.tokens) - 1
+        return not self.has_ended and self.pending == 0 and self.stored < stored
+
     def sequence(self, prompt: Int32) -> Int32:
         return np.concatenate([prompt, np.array(self.tokens, np.int32)])
 

@@ -15,7 +15,7 @@ class CallFailed(Exception):
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class TokenArrivals:
-    moments: NDArray[np.float64]  # [messages] of those with tokens; two or more
+    moments: NDArray[np.float64]  # [messages] of those with tokens
     tokens: NDArray[np.int64]  # [messages] how many came
     first_logprob: float
     sent: float
@@ -27,7 +27,8 @@ class TokenArrivals:
 
     @property
     def gaps(self) -> NDArray[np.float64]:
-        """[tokens] seconds; tokens of one message share the time since the message before."""
+        """[tokens behind the first message] seconds; those of a message share the time since the
+        message before."""
         return np.repeat(np.diff(self.moments) / self.tokens[1:], self.tokens[1:])
 
 
@@ -40,8 +41,6 @@ def token_arrivals(record: CallRecord, new_tokens: int) -> TokenArrivals:
     if counts.sum() != new_tokens:
         raise CallFailed(f"{counts.sum()} tokens came instead of {new_tokens}")
     some = np.flatnonzero(counts)
-    if len(some) < 2:
-        raise CallFailed("all tokens came in one message")
     return TokenArrivals(
         moments=np.array(record.arrivals)[some],
         tokens=counts[some],

@@ -5,14 +5,16 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from stemserve.service.errors import RequestError
 from stemserve.service.request import Int32
 
 UInt8 = NDArray[np.uint8]
 
 
-class ConstraintFault(RequestError):
-    """A constraint that cannot be followed further: the request is at fault, not the engine."""
+class ConstraintFault(Exception):
+    """A constraint that cannot be followed further: the request is at fault, not the engine.
+
+    Its message is for whoever makes an InvalidRequest of it.
+    """
 
 
 class ConstraintState(Protocol):

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from stemserve.kernels.attention_state import AttentionState, LayerKV
 from stemserve.kernels.codec_division import Division, PieceCosts
-from stemserve.kernels.codec_hopper import MEASURED, HopperTree, hopper_takes
+from stemserve.kernels.codec_hopper import TAKEN_UNASKED, HopperTree, hopper_takes
 from stemserve.kernels.codec_launch import LOG2E, DecodeNumbers, TritonTree, launch_shape
 from stemserve.kernels.codec_pieces import DEFAULT_COSTS, DEFAULT_DIVISION
 from stemserve.kernels.codec_planner import Planner
@@ -87,7 +87,7 @@ class CodecDecode:
         self._costs = costs
         self._processors = processors
         plain = not (numbers.soft_cap or numbers.window or division.fixed_split or numbers.converts)
-        wanted = (numbers.dtype, shape.head_dim) in MEASURED if hopper is None else hopper
+        wanted = (numbers.dtype, shape.head_dim) in TAKEN_UNASKED if hopper is None else hopper
         self._hopper = wanted and plain and hopper_takes(shape, numbers.dtype, device)
 
     @cached_property

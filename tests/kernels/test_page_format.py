@@ -123,5 +123,10 @@ def test_every_strategy_of_a_gpu_over_float8_pages_is_the_oracle(
     assert taken
     for strategy in taken:
         state = strategy.run(strategy.plan(layout), q, kv)
-        error = float((state.out.cpu().double() - expected.out).abs().max())
-        assert error < GPU_TOLERANCE[dtype], (strategy.kernel, error)
+        torch.testing.assert_close(
+            state.out.cpu().double(),
+            expected.out,
+            atol=GPU_TOLERANCE[dtype],
+            rtol=0,
+            msg=lambda why, kernel=strategy.kernel: f"{kernel}: {why}",
+        )

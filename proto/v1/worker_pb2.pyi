@@ -386,7 +386,7 @@ class GroupReport(google.protobuf.message.Message):
     phase: builtins.str
     kernel: stemserve.proto.v1.inference_pb2.Kernel.ValueType
     reason: builtins.str
-    """cost_model, forced, fallback, only"""
+    """cost_model, forced, fallback, only, graph"""
     rows: builtins.int
     segments: builtins.int
     kv_read_bytes: builtins.int

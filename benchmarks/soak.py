@@ -1,8 +1,9 @@
 """`make soak`: thousands of mixed calls on a cache that is too small for them.
 
-Scores, generations of one and eight samples, and calls that their clients give up, over prefixes
-that they share. Ends with one line of JSON: requests, wrong_answers, stuck_calls, refused,
-leaked_pages (once nothing runs) and rss_growth_mb (server and worker, after a tenth of the calls).
+Scores, generations of one and eight samples, beam searches, and calls that their clients give up,
+over prefixes that they share. Ends with one line of JSON: requests, wrong_answers, stuck_calls,
+refused, leaked_pages (once nothing runs) and rss_growth_mb (server and worker, after a tenth of
+the calls).
 """
 
 import argparse
@@ -125,7 +126,10 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--seed", type=int, help="of the calls; else a new one")
     parser.add_argument("--model", type=Path, help="else a tiny one with random weights")
     parser.add_argument(
-        "--serve-options", default="", metavar="WORDS", help="of stemserve serve, in one argument"
+        "--serve-options",
+        default="",
+        metavar="WORDS",
+        help="of stemserve serve: --serve-options='...'",
     )
     return parser.parse_args()
 

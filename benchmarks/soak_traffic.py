@@ -17,6 +17,7 @@ PREFIXES = 12
 PREFIX_TOKENS = (1, 600)  # shortest and longest
 ITEM_TOKENS, MOST_ITEMS = 24, 40
 NEW_TOKENS, SAMPLES = 40, 8
+MOST_BEAMS, BEAM_TOKENS = 8, 20
 LABELS = 3
 
 
@@ -69,9 +70,28 @@ class Traffic:
                 _check(inside, "a token is not in the vocabulary")
         _check(set(tokens.values()) == {wanted}, f"{tokens} tokens instead of {wanted} of each")
 
+    async def search(self, client: Client, rng: random.Random) -> None:
+        width, wanted = rng.randint(1, MOST_BEAMS), rng.randint(1, BEAM_TOKENS)
+        request = inference_pb2.GenerateRequest(
+            prompt=self._context(rng),
+            n=rng.randint(1, width),
+            max_new_tokens=wanted,
+            beam_search=inference_pb2.BeamSearch(
+                width=width, length_penalty=rng.choice((0.0, 1.0, 2.0))
+            ),
+            ignore_eos=True,
+        )
+        found = [news async for step in client.generate(request) for news in step.news]
+        scores = [news.score for news in found if news.score is not None]
+        _check(len(scores) == len(found) == request.n, f"{len(found)} beams instead of {request.n}")
+        _check(bool(np.isfinite(scores).all()), "a beam's score is not finite")
+        _check(scores == sorted(scores, reverse=True), "the beams are not best first")
+        _check(len({news.token_ids for news in found}) == request.n, "two beams are alike")
+        _check({len(news.token_ids) for news in found} == {wanted}, f"beams are not {wanted} long")
+
     async def leave(self, client: Client, rng: random.Random) -> None:
         """A call that its client gives up at any moment."""
-        call = rng.choice((self.score_labels, self.score_likelihoods, self.generate))
+        call = rng.choice((self.score_labels, self.score_likelihoods, self.generate, self.search))
         running = asyncio.ensure_future(call(client, rng))
         await asyncio.wait((running,), timeout=rng.expovariate(10.0))
         running.cancel()
@@ -132,5 +152,6 @@ def kinds(traffic: Traffic) -> Mapping[Kind, int]:
         traffic.score_labels: 4,
         traffic.score_likelihoods: 4,
         traffic.generate: 4,
+        traffic.search: 1,
         traffic.leave: 2,
     }

@@ -123,10 +123,7 @@ def test_every_strategy_of_a_gpu_over_float8_pages_is_the_oracle(
     assert taken
     for strategy in taken:
         state = strategy.run(strategy.plan(layout), q, kv)
-        torch.testing.assert_close(
-            state.out.cpu().double(),
-            expected.out,
-            atol=GPU_TOLERANCE[dtype],
-            rtol=0,
-            msg=lambda why, kernel=strategy.kernel: f"{kernel}: {why}",
-        )
+        out = state.out.cpu().double()
+        assert out.shape == expected.out.shape
+        error = float((out - expected.out).abs().max()) if out.numel() else 0.0
+        assert error < GPU_TOLERANCE[dtype], (strategy.kernel, error)

@@ -10,7 +10,7 @@ from torch import Tensor
 from stemserve.kernels.host_array import device_tensor, index_tensor
 from stemserve.kernels.layout import Int32
 from stemserve.worker.penalties import Penalties
-from stemserve.worker.sampler_params import SamplerParams, TokenMask
+from stemserve.worker.sampler_params import SamplerParams, TokenMask, UInt8
 
 
 class LogitEdits:
@@ -83,12 +83,22 @@ class LogitEdits:
 
     def _keep_allowed(self, logits: Tensor, rows: list[int], slots: Int32) -> None:
         """In place."""
-        bits = np.stack([self._masks[int(slots[row])].allowed for row in rows])
-        packed = device_tensor(bits, logits.device)
-        places = torch.arange(8, dtype=torch.uint8, device=logits.device)
-        allowed = (packed[:, :, None] >> places & 1).flatten(1)[:, : logits.shape[1]].bool()
-        at = device_tensor(np.asarray(rows, np.int64), logits.device)
-        logits[at] = torch.where(allowed, logits[at], -torch.inf)
+        masks = [(row, self._masks[int(slots[row])]) for row in rows]
+        few = [(row, mask.ids) for row, mask in masks if len(mask.ids)]
+        if few:
+            _keep(logits, few)
+        many = [(row, mask.bits) for row, mask in masks if not len(mask.ids)]
+        if many:
+            allowed = unpacked([bits for _, bits in many], logits)
+            at = device_tensor(np.asarray([row for row, _ in many], np.int64), logits.device)
+            logits[at] = torch.where(allowed, logits[at], -torch.inf)
+
+
+def unpacked(bits: Sequence[UInt8], like: Tensor) -> Tensor:
+    """[masks, vocab] which tokens of masks as bits may come; `like`: [rows, vocab] logits."""
+    packed = device_tensor(np.stack(bits), like.device)
+    places = torch.arange(8, dtype=torch.uint8, device=like.device)
+    return (packed[:, :, None] >> places & 1).flatten(1)[:, : like.shape[1]].bool()
 
 
 def _keep(logits: Tensor, allowed: Sequence[tuple[int, Int32]]) -> None:

@@ -89,6 +89,7 @@ class Sampler:
     def mask(self, masks: Sequence[TokenMask]) -> None:
         """What may be drawn in the next step; those of the step before are gone."""
         self._edits.mask(masks)
+        self._read.mask(masks)
 
     @contextmanager
     def kept_on_error(self, samples: Samples) -> Generator[None]:

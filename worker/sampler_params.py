@@ -36,6 +36,7 @@ class SamplerParams:
     generated_ids: Int32  # drawn before the slot was given, in order
     allowed_ids: Int32  # only these may come; empty: all
     logprob_ids: Int32  # whose log-probabilities are read
+    top_of_mask: bool  # top_logprobs are tokens of the step's mask; there may be fewer
 
     @property
     def has_penalties(self) -> bool:
@@ -44,18 +45,28 @@ class SamplerParams:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenMask:
-    """Tokens that may be drawn into a slot, in one step."""
+    """Tokens that may be drawn into a slot, in one step: as bits or, where they are few, as ids."""
 
     slot: int
-    allowed: UInt8  # [ceil(vocab / 8)] bits, the lowest first
+    bits: UInt8  # [ceil(vocab / 8)] the lowest first; empty: there are ids
+    ids: Int32  # ascending
+
+    @property
+    def count(self) -> int:
+        return len(self.ids) or int(np.bitwise_count(self.bits).sum())
 
 
 def decode_mask(message: worker_pb2.TokenMask, *, vocab_size: int) -> TokenMask:
     """Raises BadPlan."""
-    allowed = np.frombuffer(message.allowed, np.uint8)
-    if len(allowed) != -(-vocab_size // 8):
-        raise BadPlan(f"mask of slot {message.slot}: {len(allowed)} bytes for {vocab_size} tokens")
-    return TokenMask(slot=message.slot, allowed=allowed)
+    where = f"mask of slot {message.slot}"
+    bits = np.frombuffer(message.allowed, np.uint8)
+    ids = _token_ids(f"{where}: allowed_ids", message.allowed_ids, vocab_size)
+    if len(ids):
+        if len(bits) or (ids[1:] <= ids[:-1]).any():
+            raise BadPlan(f"{where}: allowed_ids must ascend, without bits beside them")
+    elif len(bits) != -(-vocab_size // 8):
+        raise BadPlan(f"{where}: {len(bits)} bytes for {vocab_size} tokens")
+    return TokenMask(slot=message.slot, bits=bits, ids=ids)
 
 
 def decode_sampler(message: worker_pb2.Sampler, *, slots: int, vocab_size: int) -> SamplerParams:
@@ -77,6 +88,8 @@ def decode_sampler(message: worker_pb2.Sampler, *, slots: int, vocab_size: int) 
         raise BadPlan(f"{where}: min_p {message.min_p} is not in [0, 1]")
     if message.top_logprobs > vocab_size:
         raise BadPlan(f"{where}: top_logprobs {message.top_logprobs} is above {vocab_size}")
+    if message.top_of_mask and message.logprob_ids:
+        raise BadPlan(f"{where}: top_of_mask and logprob_ids exclude each other")
     _check_penalties(where, message)
     return SamplerParams(
         slot=message.slot,
@@ -102,6 +115,7 @@ def decode_sampler(message: worker_pb2.Sampler, *, slots: int, vocab_size: int) 
         generated_ids=_token_ids(f"{where}: generated_ids", message.generated_ids, vocab_size),
         allowed_ids=_token_ids(f"{where}: allowed_ids", message.allowed_ids, vocab_size),
         logprob_ids=_token_ids(f"{where}: logprob_ids", message.logprob_ids, vocab_size),
+        top_of_mask=message.top_of_mask,
     )
 
 

@@ -2,7 +2,8 @@
 
 import numpy as np
 
-from stemserve.service.constraints.constraint import Constraint, ConstraintFault, UInt8
+from stemserve.service.constraints.allowed import Allowed, AllowedIds
+from stemserve.service.constraints.constraint import Constraint, ConstraintFault
 from stemserve.service.errors import InvalidRequest, RequestError
 from stemserve.service.request import SamplerSpec
 
@@ -21,7 +22,7 @@ class Guide:
         self._spec = spec
         self._stop_ids = np.array(sorted(stop_ids), np.int32)
         self._fault: RequestError | None = None
-        self.mask: UInt8 = np.zeros(0, np.uint8)  # of the next token
+        self.mask: Allowed = AllowedIds(np.zeros(0, np.int32))  # of the next token
         try:
             some = self._find_mask(index=0)
         except ConstraintFault as fault:
@@ -55,13 +56,12 @@ class Guide:
 
     def _find_mask(self, index: int) -> bool:
         """Whether there is a token."""
-        spec, flags = self._spec, np.unpackbits(self._state.allowed(), bitorder="little")
-        flags[spec.banned_ids] = 0
+        spec, allowed = self._spec, self._state.allowed()
+        if len(spec.banned_ids):
+            allowed = allowed.without(spec.banned_ids)
         if len(spec.allowed_ids):
-            outside = np.ones(len(flags), np.bool_)
-            outside[spec.allowed_ids] = False
-            flags[outside] = 0
+            allowed = allowed.within(spec.allowed_ids)
         if index < spec.min_new_tokens:
-            flags[self._stop_ids[self._stop_ids < len(flags)]] = 0
-        self.mask = np.packbits(flags, bitorder="little")
-        return bool(flags.any())
+            allowed = allowed.without(self._stop_ids)
+        self.mask = allowed
+        return len(allowed) > 0

@@ -1,10 +1,10 @@
 """What a step reads out of its rows: gathered log-probabilities, class scores, samples."""
 
 import numpy as np
-from numpy.typing import NDArray
 
 from stemserve.proto.v1 import worker_pb2
 from stemserve.service.batching.plan_arrays import indptr_of, join_int32, pack_int32
+from stemserve.service.constraints.allowed import Allowed, AllowedBits
 from stemserve.service.request import Int32
 
 
@@ -47,9 +47,14 @@ class StepReadouts:
         self._samplers.append(sampler)
         self.sampler_bytes += sampler.ByteSize()
 
-    def add_mask(self, slot: int, allowed: NDArray[np.uint8]) -> None:
-        """The sample of the slot is one of these tokens: a bit each, the lowest first."""
-        self._masks.append(worker_pb2.TokenMask(slot=slot, allowed=allowed.tobytes()))
+    def add_mask(self, slot: int, allowed: Allowed) -> None:
+        """The sample of the slot is one of these tokens."""
+        mask = worker_pb2.TokenMask(slot=slot)
+        if isinstance(allowed, AllowedBits):
+            mask.allowed = allowed.bits.tobytes()
+        else:
+            mask.allowed_ids = pack_int32(allowed.ids)
+        self._masks.append(mask)
 
     @property
     def gather_rows(self) -> Int32:

@@ -1,11 +1,7 @@
 """Turn a Generate request into a job for the engine."""
 
-import asyncio
-import hashlib
-import json
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
 
 import numpy as np
 
@@ -15,12 +11,9 @@ from stemserve.service.calls.beam_validation import beam_spec, check_candidates
 from stemserve.service.calls.context_encoder import ContextEncoder, EncodedContext
 from stemserve.service.calls.generate_counts import new_tokens, sample_count
 from stemserve.service.calls.generate_validation import check_generate
+from stemserve.service.calls.request_constraints import RequestConstraints
 from stemserve.service.calls.validation import check_priority
-from stemserve.service.calls.wire_tokens import NO_IDS, decode_ids, decode_packed
-from stemserve.service.constraints.compiler import ConstraintCompiler
-from stemserve.service.constraints.constraint import Constraint
-from stemserve.service.constraints.grammar import Source
-from stemserve.service.constraints.token_trie import TokenTrie
+from stemserve.service.calls.wire_tokens import NO_IDS, decode_ids
 from stemserve.service.errors import InvalidRequest
 from stemserve.service.limits import Limits
 from stemserve.service.request import Float32, GenerateJob, Int32, SamplerSpec, WorkerFacts
@@ -36,7 +29,7 @@ class GenerateEncoder:
         eos_ids: frozenset[int],
         limits: Limits,
         facts: WorkerFacts,
-        constraints: ConstraintCompiler,
+        constraints: RequestConstraints,
     ) -> None:
         self._contexts = contexts
         self._eos_ids = eos_ids
@@ -69,7 +62,7 @@ class GenerateEncoder:
             check_candidates(beams, ends, vocab_size)
         context = await self._context(request, caller)
         prompt = context.tokens
-        constraint = await self._constraint(request)
+        constraint = await self._constraints.of(request)
         room = _room(prompt, self._facts.context_tokens)
         seed = request.sampling.seed if request.sampling.HasField("seed") else entropy
         asked_ids = decode_ids("logprob_token_ids", request.logprob_token_ids, vocab_size)
@@ -93,31 +86,6 @@ class GenerateEncoder:
             prompt_logprobs=request.prompt_logprobs,
             beams=beams,
         )
-
-    async def _constraint(self, request: inference_pb2.GenerateRequest) -> Constraint | None:
-        kind = request.WhichOneof("constraint")
-        if kind is None:
-            return None
-        if kind == "choice":
-            source = Source("choice", json.dumps(sorted(set(request.choice.texts))))
-            return await self._constraints.compiled(source)
-        if kind != "token_sequences":
-            return await self._constraints.compiled(Source(kind, getattr(request, kind)))
-        message = request.token_sequences
-        # Of a large set, tens of milliseconds.
-        source = Source(kind, await asyncio.to_thread(_digest, message))
-        return await self._constraints.compiled(source, partial(self._trie, message))
-
-    def _trie(self, message: inference_pb2.PackedTokens) -> Constraint:
-        """In a thread. Raises InvalidRequest."""
-        vocab_size = self._facts.vocab_size
-        sequences = decode_packed("token_sequences", message, vocab_size)
-        if not len(sequences) or not np.diff(sequences.indptr).all():
-            raise InvalidRequest("token_sequences", "needs sequences, none of them empty")
-        end_ids = frozenset(token for token in self._eos_ids if token < vocab_size)
-        if np.isin(sequences.tokens, sorted(end_ids)).any():
-            raise InvalidRequest("token_sequences", "holds an end-of-sequence token")
-        return TokenTrie(sequences, vocab_size=vocab_size, end_ids=end_ids)
 
     async def _context(
         self, request: inference_pb2.GenerateRequest, caller: Caller
@@ -165,10 +133,6 @@ def _sampler(
         allowed_ids=allowed_ids,
         logprob_ids=logprob_ids,
     )
-
-
-def _digest(message: inference_pb2.PackedTokens) -> str:
-    return hashlib.sha256(message.SerializeToString(deterministic=True)).hexdigest()
 
 
 def _bias(sampling: inference_pb2.SamplingParams, vocab_size: int) -> tuple[Int32, Float32]:

@@ -26,9 +26,11 @@ from stemserve.service.calls.info_servicer import InfoServicer
 from stemserve.service.calls.prefix_keeper import PrefixKeeper
 from stemserve.service.calls.prefix_registry import PrefixRegistry, RegistryBounds
 from stemserve.service.calls.prefixes_servicer import PrefixesServicer
+from stemserve.service.calls.request_constraints import RequestConstraints
 from stemserve.service.calls.score_encoder import ScoreEncoder
 from stemserve.service.calls.score_runner import ScoreRunner
 from stemserve.service.constraints.compiler import ConstraintCompiler
+from stemserve.service.constraints.trie_builder import TrieBuilder
 from stemserve.service.engine import Engine
 from stemserve.service.limits import Limits
 from stemserve.service.metrics import Metrics
@@ -79,13 +81,20 @@ class Services:
         pool = TokenizerPool(tokenizer, executor, long_executor=long_executor, admit=admit)
         contexts = ContextEncoder(pool, registry, vocab_size=facts.vocab_size, limits=limits)
         score = ScoreRunner(ScoreEncoder(contexts, pool, limits, facts), engine, metrics)
-        constraints = ConstraintCompiler(
+        compiler = ConstraintCompiler(
             tokenizer,
             compile_executor,
             metrics,
             vocab_size=facts.vocab_size,
             max_compile_ms=limits.max_compile_ms,
         )
+        builder = TrieBuilder(
+            tokenizer.eos_ids,
+            vocab_size=facts.vocab_size,
+            longest=facts.context_tokens,
+            max_ms=limits.max_compile_ms,
+        )
+        constraints = RequestConstraints(compiler, builder, vocab_size=facts.vocab_size)
         generate = GenerateRunner(
             GenerateEncoder(contexts, tokenizer.eos_ids, limits, facts, constraints),
             tokenizer,

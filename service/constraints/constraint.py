@@ -1,13 +1,8 @@
 """What a constraint is to the batcher: which tokens may come next, until the output is complete."""
 
-from typing import Protocol
+from typing import Protocol, Self
 
-import numpy as np
-from numpy.typing import NDArray
-
-from stemserve.service.request import Int32
-
-UInt8 = NDArray[np.uint8]
+from stemserve.service.constraints.allowed import Allowed
 
 
 class ConstraintFault(Exception):
@@ -30,8 +25,8 @@ class ConstraintState(Protocol):
         """It is complete, and nothing can follow."""
         ...
 
-    def allowed(self) -> UInt8:
-        """A bit for each token of the vocabulary, the lowest first, in an array of the caller's.
+    def allowed(self) -> Allowed:
+        """Tokens that may come next.
 
         The end-of-sequence ids are among them where the output is complete. Raises ConstraintFault.
         """
@@ -39,6 +34,10 @@ class ConstraintState(Protocol):
 
     def advance(self, token: int) -> None:
         """Take a token that was allowed. Raises ConstraintFault."""
+        ...
+
+    def fork(self) -> Self:
+        """Another state that has come as far."""
         ...
 
 
@@ -51,10 +50,3 @@ class Constraint(Protocol):
         ...
 
     def start(self) -> ConstraintState: ...
-
-
-def token_bits(tokens: Int32, vocab_size: int) -> UInt8:
-    """A bit for each token of the vocabulary, the lowest first."""
-    flags = np.zeros(vocab_size, np.bool_)
-    flags[tokens] = True
-    return np.packbits(flags, bitorder="little")

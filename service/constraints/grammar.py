@@ -8,7 +8,8 @@ import llguidance
 import numpy as np
 import tokenizers
 
-from stemserve.service.constraints.constraint import ConstraintFault, UInt8
+from stemserve.service.constraints.allowed import AllowedBits
+from stemserve.service.constraints.constraint import ConstraintFault
 from stemserve.service.errors import InvalidRequest
 from stemserve.service.text.tokenizer import Tokenizer
 
@@ -121,16 +122,19 @@ class GrammarState:
     def is_closed(self) -> bool:
         return self._matcher.is_stopped()
 
-    def allowed(self) -> UInt8:
+    def allowed(self) -> AllowedBits:
         sizes = self._vocabulary
         bits = np.zeros(max(sizes.mask_bytes, sizes.vocab_bytes), np.uint8)
         self._matcher.unsafe_compute_mask_ptr(bits.ctypes.data, sizes.mask_bytes)
         self._check()
-        return bits[: sizes.vocab_bytes]
+        return AllowedBits(bits[: sizes.vocab_bytes])
 
     def advance(self, token: int) -> None:
         self._matcher.consume_token(token)
         self._check()
+
+    def fork(self) -> "GrammarState":
+        return GrammarState(self._matcher.deep_copy(), self._vocabulary)
 
     def _check(self) -> None:
         # With an error the library would allow the end, wherever it is.

@@ -1,119 +1,155 @@
-"""Constraint to a set of token sequences, up to millions: sorted arrays, no object a node."""
+"""Constraint to a set of token sequences, up to millions: a trie in arrays, no object a node."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from itertools import count
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from stemserve.service.constraints.constraint import ConstraintFault, UInt8, token_bits
-from stemserve.service.errors import InvalidRequest
+from stemserve.service.constraints.allowed import Allowed, allowed_ids
+from stemserve.service.constraints.constraint import ConstraintFault
 from stemserve.service.packed_tokens import PackedTokens
 from stemserve.service.request import Int32
 
-MOST_CELLS = 1 << 25  # sequences times the longest of them: 128 MiB while they are sorted
+Bool = NDArray[np.bool_]
+ROOT = 0
+TOKEN_BITS = 32
 
 
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class TokenTrie:
-    """The sequences in order. Those with a prefix in common are a range of rows.
+    """Nodes by their depth, and those of one depth in the order of their sequences.
 
-    Of each depth two arrays: the rows at which another token comes at that depth, or the same one
-    behind another prefix, and those tokens. Within a range of one prefix the tokens rise.
+    So the children of a node lie side by side, behind those of the node before it.
     """
 
-    def __init__(
-        self, sequences: PackedTokens, *, vocab_size: int, end_ids: frozenset[int]
-    ) -> None:
-        """No sequence is empty, none holds an end id. Raises InvalidRequest."""
-        self.vocab_size = vocab_size
-        self.end_ids = np.array(sorted(end_ids), np.int32)
-        table, self.lengths = _ordered(sequences)
-        shared = _shared_tokens(table)
-        self.starts: list[Int32] = []
-        self.tokens: list[Int32] = []
-        for depth in range(table.shape[1]):
-            rows = np.flatnonzero((shared <= depth) & (self.lengths > depth)).astype(np.int32)
-            self.starts.append(rows)
-            self.tokens.append(table[rows, depth])
+    vocab_size: int
+    end_ids: Int32  # that may come behind a whole sequence, ascending
+    sequences: int  # that differ
+    first_child: Int32  # [nodes + 1]
+    tokens: Int32  # [nodes] that lead to them; of the root: none
+    is_end: Bool  # [nodes] a sequence ends here
+    is_used: Bool  # [vocab_size] the token is in a sequence
 
     @property
     def num_bytes(self) -> int:
-        arrays = [self.lengths, *self.starts, *self.tokens]
+        arrays = (self.first_child, self.tokens, self.is_end, self.is_used)
         return sum(array.nbytes for array in arrays)
+
+    def holds(self, ids: Int32) -> bool:
+        """Whether one of the tokens is in a sequence."""
+        return bool(self.is_used[ids].any())
+
+    def ending_with(self, ids: Int32) -> "TokenTrie":
+        """The same sequences; these tokens may come behind one too."""
+        return replace(self, end_ids=np.union1d(self.end_ids, ids))
 
     def start(self) -> "TrieState":
         return TrieState(self)
 
 
 class TrieState:
-    def __init__(self, trie: TokenTrie) -> None:
+    __slots__ = ("_node", "_trie")
+
+    def __init__(self, trie: TokenTrie, node: int = ROOT) -> None:
         self._trie = trie
-        self._depth = 0
-        self._first, self._end = 0, len(trie.lengths)  # rows of what was said so far
+        self._node = node
 
     @property
     def is_complete(self) -> bool:
-        return int(self._trie.lengths[self._first]) == self._depth  # the shortest is first
+        return bool(self._trie.is_end[self._node])
 
     @property
     def is_closed(self) -> bool:
         first, end = self._children()
         return first == end
 
-    def allowed(self) -> UInt8:
-        first, end = self._children()
+    def allowed(self) -> Allowed:
         trie = self._trie
-        ids = trie.tokens[self._depth][first:end] if first < end else trie.end_ids[:0]
+        first, end = self._children()
+        ids = trie.tokens[first:end]
         if self.is_complete:
-            ids = np.concatenate((ids, trie.end_ids))
-        return token_bits(ids, trie.vocab_size)
+            ids = np.sort(np.concatenate((ids, trie.end_ids)))
+        return allowed_ids(ids, trie.vocab_size)
 
     def advance(self, token: int) -> None:
         first, end = self._children()
-        if first == end:
-            raise ConstraintFault(f"token {token} comes behind the end")
-        children = self._trie.tokens[self._depth][first:end]
-        at = first + int(np.searchsorted(children, np.int32(token)))
-        if at == end or int(self._trie.tokens[self._depth][at]) != token:
+        children = self._trie.tokens[first:end]
+        # Of the array's own type: else all of it would be converted.
+        at = int(children.searchsorted(np.int32(token)))
+        if at == len(children) or int(children[at]) != token:
             raise ConstraintFault(f"token {token} is in no sequence here")
-        starts = self._trie.starts[self._depth]
-        self._first = int(starts[at])
-        self._end = int(starts[at + 1]) if at + 1 < end else self._end
-        self._depth += 1
+        self._node = first + at
+
+    def fork(self) -> "TrieState":
+        return TrieState(self._trie, self._node)
 
     def _children(self) -> tuple[int, int]:
-        """A range of the depth's arrays."""
-        if self._depth == len(self._trie.starts):
-            return 0, 0
-        starts = self._trie.starts[self._depth]
-        # Of the array's own type: else all of it would be converted.
-        rows = np.array((self._first, self._end), np.int32)
-        first, end = np.searchsorted(starts, rows).tolist()
-        return first, end
+        first_child = self._trie.first_child
+        return int(first_child[self._node]), int(first_child[self._node + 1])
 
 
-def _ordered(sequences: PackedTokens) -> tuple[Int32, Int32]:
-    """[sequences, longest], each once, with -1 behind its end; and [sequences] lengths."""
-    lengths = np.diff(sequences.indptr)
-    count, longest = len(lengths), int(lengths.max(initial=0))
-    if count * longest > MOST_CELLS:
-        raise InvalidRequest(
-            "token_sequences",
-            f"{count} sequences of up to {longest} tokens take more than {MOST_CELLS} cells: "
-            "leave the longest out",
-        )
-    table = np.full((count, longest), -1, np.int32)
-    table[np.arange(longest) < lengths[:, None]] = sequences.tokens
-    order = np.lexsort(_pairs(table).T[::-1])
-    table, lengths = table[order], lengths[order]
-    is_new = np.concatenate(([True], (table[1:] != table[:-1]).any(1)))
-    return table[is_new], lengths[is_new].astype(np.int32)
+class _Level(NamedTuple):
+    """The nodes of one depth."""
+
+    tokens: Int32  # [nodes]
+    is_end: Bool  # [nodes]
+    children: Int32  # [nodes] how many
 
 
-def _pairs(table: Int32) -> NDArray[np.int64]:
-    """[sequences, longest / 2] two columns each, in the same order: half as many sort keys."""
-    even = np.pad(table, ((0, 0), (0, table.shape[1] % 2)), constant_values=-1).astype(np.int64)
-    return (even[:, ::2] << 32) + even[:, 1::2]
+def build_trie(
+    sequences: PackedTokens,
+    *,
+    vocab_size: int,
+    end_ids: Int32,
+    go_on: Callable[[], object] = lambda: None,
+) -> TokenTrie:
+    """No sequence is empty, none holds an end id. `go_on` is called at each depth; what it raises
+    ends the work."""
+    levels: list[_Level] = []
+    for level in _levels(sequences):
+        go_on()
+        levels.append(level)
+    children = np.concatenate([level.children for level in levels])
+    first_child = np.ones(len(children) + 1, np.int32)  # the root is node 0
+    np.cumsum(children, out=first_child[1:])
+    first_child[1:] += 1
+    is_end = np.concatenate([level.is_end for level in levels])
+    is_used = np.zeros(vocab_size, np.bool_)
+    is_used[sequences.tokens] = True
+    return TokenTrie(
+        vocab_size=vocab_size,
+        end_ids=end_ids,
+        sequences=int(np.count_nonzero(is_end)),
+        first_child=first_child,
+        tokens=np.concatenate([level.tokens for level in levels]),
+        is_end=is_end,
+        is_used=is_used,
+    )
 
 
-def _shared_tokens(table: Int32) -> Int32:
-    """[rows] leading tokens in common with the row before."""
-    differs = table[1:] != table[:-1]
-    return np.concatenate(([0], differs.argmax(1))).astype(np.int32)
+def _levels(sequences: PackedTokens) -> Iterator[_Level]:
+    """From the root on. Rows are sequences that are long enough, in the order of their nodes."""
+    starts, lengths = sequences.indptr[:-1], sequences.lengths
+    rows = np.arange(len(sequences), dtype=np.int32)
+    nodes = np.zeros(len(rows), np.int64)  # of each row, at this depth
+    tokens = np.full(1, -1, np.int32)
+    for depth in count():
+        is_end = np.zeros(len(tokens), np.bool_)
+        going_on = lengths[rows] > depth
+        is_end[nodes[~going_on]] = True
+        rows, nodes = rows[going_on], nodes[going_on]
+        keys = (nodes << TOKEN_BITS) | sequences.tokens[starts[rows] + depth]
+        order = np.argsort(keys, kind="stable")  # fast where they are nearly in order
+        rows, keys = rows[order], keys[order]
+        is_new = np.ones(len(keys), np.bool_)
+        is_new[1:] = keys[1:] != keys[:-1]
+        new = keys[is_new]
+        children = np.bincount(new >> TOKEN_BITS, minlength=len(tokens)).astype(np.int32)
+        yield _Level(tokens, is_end, children)
+        if not len(rows):
+            return
+        tokens = (new & ((1 << TOKEN_BITS) - 1)).astype(np.int32)
+        nodes = is_new.cumsum() - 1

@@ -20,9 +20,11 @@ from stemserve.service.calls.context_encoder import ContextEncoder
 from stemserve.service.calls.generate_runner import GenerateRunner
 from stemserve.service.calls.generation import GenerateEncoder
 from stemserve.service.calls.prefix_registry import PrefixRegistry, RegistryBounds
+from stemserve.service.calls.request_constraints import RequestConstraints
 from stemserve.service.calls.score_encoder import ScoreEncoder
 from stemserve.service.calls.score_runner import ScoreRunner
 from stemserve.service.constraints.compiler import ConstraintCompiler
+from stemserve.service.constraints.trie_builder import TrieBuilder
 from stemserve.service.errors import RequestError
 from stemserve.service.limits import Limits
 from stemserve.service.metrics import Metrics
@@ -269,13 +271,20 @@ class EngineRig:
         prefixes = PrefixRegistry(RegistryBounds(), clock=time.monotonic)
         contexts = ContextEncoder(pool, prefixes, vocab_size=facts.vocab_size, limits=limits)
         self._score = ScoreRunner(ScoreEncoder(contexts, pool, limits, facts), self.engine, metrics)
-        constraints = ConstraintCompiler(
+        compiler = ConstraintCompiler(
             tokenizer,
             self._executor,
             metrics,
             vocab_size=facts.vocab_size,
             max_compile_ms=limits.max_compile_ms,
         )
+        builder = TrieBuilder(
+            tokenizer.eos_ids,
+            vocab_size=facts.vocab_size,
+            longest=facts.context_tokens,
+            max_ms=limits.max_compile_ms,
+        )
+        constraints = RequestConstraints(compiler, builder, vocab_size=facts.vocab_size)
         self._generate = GenerateRunner(
             GenerateEncoder(contexts, tokenizer.eos_ids, limits, facts, constraints),
             tokenizer,

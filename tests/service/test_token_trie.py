@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 from tests.service.token_constraints import OneOf
 
-from stemserve.service.constraints import token_trie
 from stemserve.service.constraints.constraint import ConstraintFault
 from stemserve.service.constraints.token_trie import TokenTrie
+from stemserve.service.constraints.trie_builder import TrieBuilder
 from stemserve.service.errors import InvalidRequest
 from stemserve.service.packed_tokens import pack
 
@@ -16,9 +16,12 @@ END = 40
 VOCAB = 45
 
 
-def trie_of(sequences: list[list[int]]) -> TokenTrie:
-    packed = pack([np.array(each, np.int32) for each in sequences])
-    return TokenTrie(packed, vocab_size=VOCAB, end_ids=frozenset({END}))
+LONGEST = 12
+
+
+def trie_of(sequences: list[list[int]], *, max_ms: int = 10_000) -> TokenTrie:
+    builder = TrieBuilder({END, VOCAB + 5}, vocab_size=VOCAB, longest=LONGEST, max_ms=max_ms)
+    return builder.build("set", pack([np.array(each, np.int32) for each in sequences]))
 
 
 @pytest.mark.parametrize("alphabet", [1, 2, 5, 40])
@@ -40,12 +43,15 @@ def test_a_random_walk_sees_what_a_search_through_all_sequences_sees(
                 expected.is_complete,
                 expected.is_closed,
             )
-            np.testing.assert_array_equal(state.allowed(), expected.allowed())
-            legal = np.flatnonzero(np.unpackbits(state.allowed(), bitorder="little")).tolist()
+            legal = state.allowed().ids.tolist()
+            assert legal == expected.allowed().ids.tolist()
             token = rng.choice(legal)
             if token == END or state.is_closed:
                 break
+            left = state
+            state = state.fork()
             state.advance(token)
+            assert left.allowed().ids.tolist() == legal
             expected.advance(token)
 
 
@@ -62,16 +68,38 @@ def test_a_token_outside_the_set_is_a_fault() -> None:
         state.advance(4)
 
 
+def test_stop_ids_may_come_behind_a_whole_sequence() -> None:
+    trie = trie_of([[1, 2], [1]])
+    assert trie.holds(np.array([5, 2], np.int32)) and not trie.holds(np.array([5], np.int32))
+    state = trie.ending_with(np.array([5], np.int32)).start()
+    assert state.allowed().ids.tolist() == [1]
+    state.advance(1)
+    assert state.allowed().ids.tolist() == [2, 5, END]
+
+
 def test_a_large_set_takes_few_bytes_a_token() -> None:
     rng = np.random.default_rng(random.SystemRandom().randrange(2**31))
-    sequences = list(rng.integers(0, END, (100_000, 8), np.int32))
-    trie = TokenTrie(pack(sequences), vocab_size=VOCAB, end_ids=frozenset({END}))
-    assert trie.num_bytes <= 8 * 100_000 * 8 + 4 * 100_000
+    sequences: list[list[int]] = rng.integers(0, END, (100_000, 8)).tolist()
+    trie = trie_of([*sequences, sequences[0]])
+    assert trie.num_bytes <= 9 * 100_000 * 8 + VOCAB + 8
+    assert trie.sequences == len({tuple(each) for each in sequences})
 
 
-def test_a_set_that_takes_too_much_memory_to_sort_is_refused(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(token_trie, "MOST_CELLS", 20)
-    with pytest.raises(InvalidRequest, match="4 sequences of up to 6 tokens"):
-        trie_of([[1], [2], [3], [1] * 6])
+@pytest.mark.parametrize(
+    ("sequences", "problem"),
+    [
+        ([], "none of them empty"),
+        ([[1], []], "none of them empty"),
+        ([[1, END]], "end-of-sequence"),
+        ([[1], [2] * (LONGEST + 1)], f"has {LONGEST + 1} tokens"),
+    ],
+)
+def test_what_cannot_be_a_set_is_refused(sequences: list[list[int]], problem: str) -> None:
+    with pytest.raises(InvalidRequest, match=problem) as refused:
+        trie_of(sequences)
+    assert refused.value.field == "set"
+
+
+def test_a_set_that_takes_too_long_is_given_up() -> None:
+    with pytest.raises(InvalidRequest, match="max_compile_ms"):
+        trie_of([[1, 2, 3]], max_ms=-1)

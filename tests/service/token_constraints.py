@@ -5,7 +5,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from stemserve.service.constraints.constraint import ConstraintFault, UInt8, token_bits
+from stemserve.service.constraints.allowed import Allowed, allowed_ids
+from stemserve.service.constraints.constraint import ConstraintFault
 
 
 @dataclass(frozen=True)
@@ -35,16 +36,19 @@ class OneOfState:
     def is_closed(self) -> bool:
         return self.is_complete and not self._next()
 
-    def allowed(self) -> UInt8:
+    def allowed(self) -> Allowed:
         ids = self._next()
         if self.is_complete:
             ids.add(self.whole.end_id)
-        return token_bits(np.array(sorted(ids), np.int32), self.whole.vocab_size)
+        return allowed_ids(np.array(sorted(ids), np.int32), self.whole.vocab_size)
 
     def advance(self, token: int) -> None:
         if token not in self._next():
             raise ConstraintFault(f"token {token} was not allowed")
         self.said.append(token)
+
+    def fork(self) -> "OneOfState":
+        return OneOfState(self.whole, list(self.said))
 
     def _next(self) -> set[int]:
         said = len(self.said)

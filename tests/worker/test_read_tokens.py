@@ -3,10 +3,13 @@
 import numpy as np
 import pytest
 from tests.worker.plans import blob
-from tests.worker.test_sampler import draw, message
+from tests.worker.test_sampler import draw, mask_of, message, samples_of
 from tests.worker.tiny_model import CPU
 
 from stemserve.kernels.host_array import device_tensor
+from stemserve.worker.blobs import BadPlan
+from stemserve.worker.sampler import Sampler
+from stemserve.worker.sampler_params import decode_sampler
 
 VOCAB = 50
 
@@ -53,3 +56,42 @@ def test_an_asked_token_leaves_the_draws_as_they_are() -> None:
     found, wanted = draw(logits, asking), draw(logits, plain)
     assert found.tokens.numpy().tolist() == wanted.tokens.numpy().tolist()
     assert found.logprobs.numpy().tolist() == pytest.approx(wanted.logprobs.numpy().tolist())
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_tokens_of_a_mask_are_its_likeliest_however_it_is_written(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    rows = 12
+    logits = rng.choice([-1.0, 0.0, 2.5], (rows, VOCAB)).astype(np.float32)  # many are equal
+    most = rng.choice([1, 3, VOCAB], rows)
+    of_mask = rng.random(rows) < 0.7
+    legal = [np.sort(rng.permutation(VOCAB)[: rng.integers(1, 9)]) for _ in range(rows)]
+    sampler = Sampler(rows, CPU)
+    samplers = [
+        message(slot=row, temperature=0.0, top_logprobs=int(most[row]), top_of_mask=of_mask[row])
+        for row in range(rows)
+    ]
+    sampler.admit([decode_sampler(each, slots=rows, vocab_size=VOCAB) for each in samplers])
+    sampler.mask(
+        [
+            mask_of(row, legal[row], VOCAB, as_ids=bool(rng.integers(2)))
+            for row in range(rows)
+            if of_mask[row]
+        ]
+    )
+    drawn = sampler.draw(device_tensor(logits, CPU), samples_of(range(rows), [0] * rows))
+    exact = logits - np.log(np.exp(logits.astype(np.float64)).sum(-1, keepdims=True))
+    for row in range(rows):
+        known = legal[row] if of_mask[row] else np.arange(VOCAB)
+        wanted = known[np.argsort(-logits[row, known], kind="stable")][: most[row]].tolist()
+        assert drawn.top_counts[row] == len(wanted)
+        assert drawn.top_ids[row, : len(wanted)].numpy().tolist() == wanted
+        found = drawn.top_logprobs[row, : len(wanted)].numpy()
+        np.testing.assert_allclose(found, exact[row, wanted], atol=1e-5)
+        assert int(drawn.tokens[row]) == wanted[0] and not drawn.failed[row]
+
+
+def test_a_sampler_that_reads_its_mask_reads_no_asked_tokens() -> None:
+    params = message(top_logprobs=2, top_of_mask=True, logprob_ids=blob([1]))
+    with pytest.raises(BadPlan, match="exclude each other"):
+        decode_sampler(params, slots=1, vocab_size=VOCAB)

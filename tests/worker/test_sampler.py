@@ -308,7 +308,9 @@ def test_a_mask_leaves_what_it_allows_for_one_step_only(seed: int, vocab: int) -
     sampler.admit([decode_sampler(each, slots=4, vocab_size=vocab) for each in params])
     free = sampler.draw(logits.clone(), samples_of(range(4), [0] * 4))
     legal = {slot: rng.choice(vocab, 2, replace=False) for slot in (1, 3)}
-    sampler.mask([mask_of(slot, ids, vocab) for slot, ids in legal.items()])
+    sampler.mask(
+        [mask_of(slot, ids, vocab, as_ids=slot % 2 == seed % 2) for slot, ids in legal.items()]
+    )
     masked = sampler.draw(logits.clone(), samples_of(range(4), [0] * 4))
     assert not sampler.is_plain(samples_of(range(4), [0] * 4))[[1, 3]].any()
     for slot in range(4):
@@ -325,7 +327,10 @@ def test_a_mask_leaves_what_it_allows_for_one_step_only(seed: int, vocab: int) -
     assert torch.equal(again.tokens, free.tokens)
 
 
-def mask_of(slot: int, ids: NDArray[np.integer], vocab: int) -> TokenMask:
+def mask_of(slot: int, ids: NDArray[np.integer], vocab: int, *, as_ids: bool = False) -> TokenMask:
+    if as_ids:
+        blob = np.sort(ids).astype("<i4").tobytes()
+        return decode_mask(worker_pb2.TokenMask(slot=slot, allowed_ids=blob), vocab_size=vocab)
     flags = np.zeros(vocab, np.bool_)
     flags[ids] = True
     bits = np.packbits(flags, bitorder="little").tobytes()
@@ -340,6 +345,18 @@ def test_a_mask_of_another_size_or_for_no_sample_is_refused() -> None:
         decode_step(plan, LIMITS)
     plan.masks[0].allowed = bits
     assert decode_step(plan, LIMITS).masks
+    plan.masks[0].allowed_ids = np.array([1, 2], "<i4").tobytes()
+    with pytest.raises(BadPlan, match="without bits"):
+        decode_step(plan, LIMITS)
+    plan.masks[0].allowed = b""
+    assert decode_step(plan, LIMITS).masks[0].ids.tolist() == [1, 2]
+    plan.masks[0].allowed_ids = np.array([2, 2], "<i4").tobytes()
+    with pytest.raises(BadPlan, match="must ascend"):
+        decode_step(plan, LIMITS)
+    plan.masks[0].allowed_ids = np.array([LIMITS.vocab_size], "<i4").tobytes()
+    with pytest.raises(BadPlan, match="mask of slot 0: allowed_ids"):
+        decode_step(plan, LIMITS)
+    plan.masks[0].allowed_ids, plan.masks[0].allowed = b"", bits
     plan.masks[0].slot = 1
     with pytest.raises(BadPlan, match="not sampled"):
         decode_step(plan, LIMITS)

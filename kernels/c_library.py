@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 COMPILERS = ("cc", "gcc", "clang")
-FLAGS = ("-std=c99", "-O2", "-fPIC", "-shared", "-ffp-contract=off")
+FLAGS = ("-std=c99", "-O3", "-fPIC", "-shared", "-ffp-contract=off")
 COMPILE_SECONDS = 120
 NO_SPACE = os.strerror(errno.ENOSPC)  # as compilers say it
 

@@ -11,10 +11,12 @@ from torch import Tensor
 from stemserve.kernels.attention_state import AttentionState, LayerKV
 from stemserve.kernels.codec_division import Division, PieceCosts
 from stemserve.kernels.codec_hopper import TAKEN_UNASKED, HopperTree, hopper_takes
+from stemserve.kernels.codec_host_tables import Capacity, HostTables
 from stemserve.kernels.codec_launch import LOG2E, DecodeNumbers, TritonTree, launch_shape
+from stemserve.kernels.codec_pairs import Pairing
 from stemserve.kernels.codec_pieces import DEFAULT_COSTS, DEFAULT_DIVISION
 from stemserve.kernels.codec_planner import Planner
-from stemserve.kernels.codec_tables import Capacity, DeviceTables, HostTables
+from stemserve.kernels.codec_tables import DeviceTables
 from stemserve.kernels.codec_tiles import STEP_TOKENS, TILE_ROWS
 from stemserve.kernels.eligibility import decode_refusal
 from stemserve.kernels.layout import AttentionLayout, HeadShape
@@ -130,7 +132,7 @@ class CodecDecode:
             window=self.numbers.window,
             costs=self._costs,
             division=self.division,
-            pairs=self.hopper is not None,
+            pairing=Pairing() if self.hopper is not None else None,
         )
 
     def work(self, layout: AttentionLayout) -> Work:

@@ -7,10 +7,10 @@ from numpy.typing import NDArray
 
 from stemserve.kernels.codec_division import Division
 from stemserve.kernels.codec_fixed import ChainSteps, RowGroups, chain_steps, row_groups
+from stemserve.kernels.codec_host_tables import HostTables, host_tables
 from stemserve.kernels.codec_pieces import Pieces
 from stemserve.kernels.codec_rows import ordered_units, row_runs
 from stemserve.kernels.codec_streams import NOTHING, TileStreams
-from stemserve.kernels.codec_tables import HostTables, host_tables
 from stemserve.kernels.codec_tiles import (
     CAUSAL,
     MASKED,

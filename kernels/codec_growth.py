@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from stemserve.kernels.codec_host_tables import Capacity, HostTables, section_starts
 from stemserve.kernels.codec_pieces import RECORD
-from stemserve.kernels.codec_tables import Capacity, HostTables, section_starts
 from stemserve.kernels.codec_tiles import MASKED, PAGE_BITS, STEP_TOKENS, loaded_tokens
 from stemserve.kernels.layout import Int32
 

@@ -1,12 +1,14 @@
 """The planner of the tree kernel in C: one call from a layout to the packed tables.
 
-It does what codec_rows, codec_streams and codec_pieces do, with the same tables bit by bit.
+It does what codec_rows, codec_streams, codec_pieces and codec_pairs do, with the same tables bit
+by bit.
 """
 
 import ctypes
 import threading
 import weakref
-from functools import cache
+from dataclasses import dataclass
+from functools import cache, lru_cache
 from pathlib import Path
 
 import numpy as np
@@ -14,10 +16,10 @@ from numpy.typing import NDArray
 
 from stemserve.kernels.c_library import load_library
 from stemserve.kernels.codec_division import Division, PieceCosts
+from stemserve.kernels.codec_host_tables import Capacity, HostTables, section_starts
+from stemserve.kernels.codec_pairs import Pairing
 from stemserve.kernels.codec_pieces import Pieces
 from stemserve.kernels.codec_streams import TileStreams
-from stemserve.kernels.codec_tables import HostTables
-from stemserve.kernels.codec_tiles import STEP_TOKENS
 from stemserve.kernels.layout import AttentionLayout, Int32
 
 FOLDER = Path(__file__).parent / "csrc"
@@ -44,32 +46,36 @@ class _Settings(ctypes.Structure):
         *((name, ctypes.c_int32) for name in ("group", "bins", "window")),
         *((name, ctypes.c_int32) for name in ("split", "longest_first", "max_splits")),
         *((name, ctypes.c_int32) for name in ("piece", "merge", "slack", "wide")),
-    ]
-
-
-class _Pairing(ctypes.Structure):
-    _fields_ = [
-        *((name, ctypes.c_void_p) for name in ("records", "words", "masks")),
-        *((name, ctypes.c_int32) for name in ("count", "size", "bins", "per_step", "wide_end")),
-        ("table", ctypes.c_void_p),
+        *((name, ctypes.c_int32) for name in ("pair_wide", "least_steps")),
+        ("least_share", ctypes.c_double),
     ]
 
 
 SIZES = (
     *("rows", "tiles", "wide", "runs", "places", "words", "windowed"),
-    *("pieces", "columns", "records", "record_size", "partial_rows", "items", "merges", "total"),
+    *("pieces", "columns", "records", "record_size", "partial_rows"),
+    *("items", "merges", "paired", "total"),
 )
+RECORDS, RECORD_SIZE, MERGES, PAIRED = (
+    SIZES.index(name) for name in ("records", "record_size", "merges", "paired")
+)
+
+
+def declared(library: ctypes.CDLL) -> ctypes.CDLL:
+    """With the types of what it exports."""
+    pointer = ctypes.c_void_p
+    library.stemserve_planner_new.restype = pointer
+    library.stemserve_planner_free.argtypes = [pointer]
+    library.stemserve_planner_plan.argtypes = [pointer] * 4
+    library.stemserve_planner_tables.argtypes = [pointer, pointer, ctypes.c_int64]
+    library.stemserve_planner_pack.argtypes = [*[pointer] * 3, ctypes.c_int32, pointer]
+    library.stemserve_planner_pack.restype = None
+    return library
 
 
 @cache
 def planner_library() -> ctypes.CDLL:
-    library = load_library(SOURCES)
-    library.stemserve_planner_new.restype = ctypes.c_void_p
-    library.stemserve_planner_free.argtypes = [ctypes.c_void_p]
-    library.stemserve_planner_plan.argtypes = [ctypes.c_void_p] * 4
-    library.stemserve_planner_tables.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64]
-    library.stemserve_pair_bins.argtypes = [ctypes.c_void_p]
-    return library
+    return declared(load_library(SOURCES))
 
 
 def _address(array: NDArray[np.generic]) -> int:
@@ -81,7 +87,13 @@ class NativePlanner:
     """Memory of its own, which grows to the largest plan."""
 
     def __init__(
-        self, group: int, bins: int, window: int, costs: PieceCosts, division: Division
+        self,
+        group: int,
+        bins: int,
+        window: int,
+        costs: PieceCosts,
+        division: Division,
+        pairing: Pairing | None = None,  # None: no bins are paired
     ) -> None:
         self._library = planner_library()
         self._handle: int = self._library.stemserve_planner_new()
@@ -92,6 +104,7 @@ class NativePlanner:
             *(group, bins, window),
             *(division.split, division.longest_first, division.max_splits),
             *(costs.piece, costs.merge, costs.slack, costs.wide),
+            *((pairing.wide, pairing.least_steps, pairing.least_share) if pairing else (0, 0, 0.0)),
         )
         self._lock = threading.Lock()
 
@@ -125,59 +138,49 @@ class NativePlanner:
             self._check(
                 self._library.stemserve_planner_tables(self._handle, _address(tables), len(tables))
             )
-        return _host_tables(layout, dict(zip(SIZES, sizes.tolist(), strict=True)), tables)
-
-    def pair_bins(self, host: HostTables) -> Int32:
-        """The records as `pair_bins` of codec_pairs orders them."""
-        streams, records = host.streams, np.ascontiguousarray(host.records)
-        table = np.empty_like(records)
-        given = _Pairing(
-            *(_address(array) for array in (records, streams.words, streams.masks)),
-            *records.shape,
-            self._settings.bins,
-            STEP_TOKENS // host.layout.page_size,
-            int(streams.region_step[streams.num_wide]),
-            _address(table),
-        )
-        self._check(self._library.stemserve_pair_bins(ctypes.addressof(given)))
-        return table
+        return _host_tables(layout, tables, sizes)
 
     def _check(self, status: int) -> None:
         if status:
             raise ValueError(f"tree decode cannot be planned: {FAILURES[status]}")
 
 
-def _host_tables(layout: AttentionLayout, size: dict[str, int], tables: Int32) -> HostTables:
-    """Views of the tables, which lie side by side."""
-    place = 0
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NativeSections:
+    """Sections side by side, in the order in which `stemserve_planner_tables` copies them."""
 
-    def section(count: int) -> Int32:
-        nonlocal place
-        place += count
-        return tables[place - count : place]
+    tables: Int32
+    sizes: Int32  # [SIZES]
+    size: Capacity  # that holds them
 
-    rows, places, words, pieces = size["rows"], size["places"], size["words"], size["pieces"]
-    windowed = size["windowed"]
-    streams = TileStreams(
-        rows=section(rows),
-        cuts=section(size["tiles"] + 1),
-        wide_low=section(size["wide"]),
-        wide_high=section(size["wide"]),
-        region_step=section(size["wide"] + size["tiles"] + 1),
-        run_node=section(places),
-        run_page=section(places),
-        run_pages=section(places),
-        run_low=section(places),
-        run_high=section(places),
-        words=section(words),
-        masks=section(words),
-        positions=section(words * windowed),
-        starts=section(rows * windowed),
-    )
-    return HostTables(
-        layout=layout,
-        streams=streams,
-        pieces=Pieces(
+    def streams(self) -> TileStreams:
+        size = self._size()
+        rows, places, words = size["rows"], size["places"], size["words"]
+        windowed, wide = size["windowed"], size["wide"]
+        section = _Cutter(self.tables)
+        return TileStreams(
+            rows=section(rows),
+            cuts=section(size["tiles"] + 1),
+            wide_low=section(wide),
+            wide_high=section(wide),
+            region_step=section(wide + size["tiles"] + 1),
+            run_node=section(places),
+            run_page=section(places),
+            run_pages=section(places),
+            run_low=section(places),
+            run_high=section(places),
+            words=section(words),
+            masks=section(words),
+            positions=section(words * windowed),
+            starts=section(rows * windowed),
+        )
+
+    def pieces(self) -> Pieces:
+        size = self._size()
+        rows, pieces, columns = size["rows"], size["pieces"], size["columns"]
+        after = rows + rows * columns + size["records"] * size["record_size"]
+        section = _Cutter(self.tables, len(self.tables) - after - 9 * pieces)
+        return Pieces(
             bin=section(pieces),
             tile=section(pieces),
             first=section(pieces),
@@ -189,9 +192,68 @@ def _host_tables(layout: AttentionLayout, size: dict[str, int], tables: Int32) -
             tokens=section(pieces),
             partial_rows=size["partial_rows"],
             merge_count=section(rows),
-            merge=section(rows * size["columns"]).reshape(rows, size["columns"]),
-        ),
-        records=section(size["records"] * size["record_size"]).reshape(-1, size["record_size"]),
-        items=size["items"] > 0,
-        merges=size["merges"] > 0,
+            merge=section(rows * columns).reshape(rows, columns),
+        )
+
+    def records(self) -> Int32:
+        width = int(self.sizes[RECORD_SIZE])
+        count = int(self.sizes[RECORDS])
+        return self.tables[len(self.tables) - count * width :].reshape(count, width)
+
+    def pack(self, capacity: Capacity, flat: Int32) -> None:
+        starts = _starts(capacity, int(self.sizes[RECORD_SIZE]))
+        if len(flat) < starts[-1] or not capacity.holds(self.size):
+            raise ValueError(f"a plan of tree decode does not fit into {capacity}")
+        planner_library().stemserve_planner_pack(
+            _address(self.tables),
+            _address(self.sizes),
+            starts,
+            capacity.columns,
+            _address(flat),
+        )
+
+    def _size(self) -> dict[str, int]:
+        return dict(zip(SIZES, self.sizes.tolist(), strict=True))
+
+
+class _Cutter:
+    """Takes one section after another."""
+
+    def __init__(self, tables: Int32, place: int = 0) -> None:
+        self._tables = tables
+        self._place = place
+
+    def __call__(self, count: int) -> Int32:
+        self._place += count
+        return self._tables[self._place - count : self._place]
+
+
+@lru_cache(maxsize=256)
+def _starts(capacity: Capacity, record: int) -> ctypes.Array[ctypes.c_int32]:
+    starts = section_starts(capacity, record)
+    return (ctypes.c_int32 * len(starts))(*starts)
+
+
+def _host_tables(layout: AttentionLayout, tables: Int32, sizes: Int32) -> HostTables:
+    counts = sizes.tolist()
+    size = _capacity(counts)
+    return HostTables(
+        layout=layout,
+        sections=NativeSections(tables=tables, sizes=sizes, size=size),
+        size=size,
+        merges=counts[MERGES] > 0,
+        paired=counts[PAIRED] > 0,
+    )
+
+
+def _capacity(sizes: list[int]) -> Capacity:
+    rows, _, _, _, _, words, windowed, _, columns, records, _, partial_rows, items, *_ = sizes
+    return Capacity(
+        rows=rows,
+        records=records,
+        pages=words,
+        columns=columns,
+        partial_rows=partial_rows,
+        windowed=windowed > 0,
+        items=items > 0,
     )

@@ -6,9 +6,11 @@ change: half of the blocks read the nodes of several tiles first, which takes pr
 their other pages, which takes memory.
 """
 
+from dataclasses import dataclass
+
 import numpy as np
 
-from stemserve.kernels.codec_tables import HostTables
+from stemserve.kernels.codec_host_tables import HostTables
 from stemserve.kernels.codec_tiles import MASKED, STEP_TOKENS
 from stemserve.kernels.layout import Int32
 
@@ -16,9 +18,15 @@ STEPS, FIRST, NEXT = 2, 3, 8  # fields of a record; see codec_pieces
 SHARED = 9  # first steps of the piece that are read together with the other bin's
 OTHER_BASE = 10  # steps that the other bin's ring of stages holds before them
 LEAST_SHARED = 4  # steps for which it pays
-WIDE_TOKENS = 48  # cost of a step of a wide node that two bins read together (H200)
-LEAST_SHARE = 0.22  # of all steps: with fewer shared the Triton kernel is as fast (H200)
-LEAST_STEPS = 9  # of the longest bin: in shorter ones the kernel's start outweighs what it saves
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pairing:
+    """When bins are paired (H200)."""
+
+    wide: int = 48  # tokens: cost of a step of a wide node that two bins read together
+    least_share: float = 0.22  # of all steps: with fewer shared the Triton kernel is as fast
+    least_steps: int = 9  # of the longest bin: in shorter ones the start outweighs what it saves
 
 
 class _Tables:
@@ -116,11 +124,12 @@ def _share(tables: _Tables, pair: list[list[int]], table: Int32, at: dict[int, i
             break
 
 
-def shares_enough(host: HostTables) -> bool:
+def shares_enough(host: HostTables, records: Int32, pairing: Pairing) -> bool:
+    """`records`: the plan's, paired."""
     steps = int(host.pieces.steps.sum())
-    if np.bincount(host.pieces.bin, host.pieces.steps).max(initial=0) < LEAST_STEPS:
+    if np.bincount(host.pieces.bin, host.pieces.steps).max(initial=0) < pairing.least_steps:
         return False
-    return int(host.records[:, SHARED].sum()) >= LEAST_SHARE * max(1, steps)
+    return int(records[:, SHARED].sum()) >= pairing.least_share * max(1, steps)
 
 
 def pair_bins(host: HostTables, bins: int) -> Int32:

@@ -1,16 +1,16 @@
 """Plans of the tree kernel on the host: by the planner in C, or in numpy where there is none."""
 
 import logging
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 from stemserve.kernels.c_library import CLibraryError
 from stemserve.kernels.codec_division import Division, PieceCosts
 from stemserve.kernels.codec_fixed_tables import fixed_plan
+from stemserve.kernels.codec_host_tables import ArraySections, HostTables, host_tables
 from stemserve.kernels.codec_native import NativePlanner
-from stemserve.kernels.codec_pairs import WIDE_TOKENS, pair_bins, shares_enough
+from stemserve.kernels.codec_pairs import Pairing, pair_bins, shares_enough
 from stemserve.kernels.codec_pieces import divide
 from stemserve.kernels.codec_streams import tile_streams
-from stemserve.kernels.codec_tables import HostTables, host_tables
 from stemserve.kernels.layout import AttentionLayout
 
 log = logging.getLogger(__name__)
@@ -30,6 +30,25 @@ def numpy_plan(
     return host_tables(layout, streams, pieces, group, bins)
 
 
+def numpy_paired(
+    layout: AttentionLayout,
+    group: int,
+    bins: int,
+    costs: PieceCosts,
+    division: Division,
+    pairing: Pairing,
+) -> HostTables:
+    """The same with pairs of bins, where they share enough."""
+    host = numpy_plan(layout, group, bins, 0, replace(costs, wide=pairing.wide), division)
+    records = pair_bins(host, bins)
+    if shares_enough(host, records, pairing):
+        sections = ArraySections(of_streams=host.streams, of_pieces=host.pieces, of_records=records)
+        return replace(host, sections=sections, paired=True)
+    if not host.streams.num_wide:
+        return host
+    return numpy_plan(layout, group, bins, 0, costs, division)
+
+
 @dataclass(kw_only=True)
 class Planner:
     """Plans layouts for one shape of heads.
@@ -42,11 +61,9 @@ class Planner:
     window: int
     costs: PieceCosts
     division: Division
-    pairs: bool = False  # put bins together that read alike, for the kernel of codec_hopper.cu
+    pairing: Pairing | None = None  # of bins that read alike, for the kernel of codec_hopper.cu
     numpy_plans: int = 0  # made without the planner in C
-    _natives: dict[PieceCosts, NativePlanner] = field(
-        default_factory=dict[PieceCosts, NativePlanner]
-    )
+    _native: NativePlanner | None = None
     _last: HostTables | None = None
 
     def take(self, layout: AttentionLayout) -> HostTables:
@@ -63,27 +80,19 @@ class Planner:
         return last
 
     def _plan(self, layout: AttentionLayout) -> HostTables:
+        if self._native is not None:
+            return self._native.plan(layout)
         if self.division.fixed_split:
             return fixed_plan(layout, self.group, self.bins, self.division)
-        if not self.pairs:
-            return self._divided(layout, self.costs)
-        costs = replace(self.costs, wide=WIDE_TOKENS)
-        host = self._divided(layout, costs)
-        native = self._natives.get(costs)
-        records = native.pair_bins(host) if native else pair_bins(host, self.bins)
-        paired = replace(host, records=records, paired=True)
-        if shares_enough(paired):
-            return paired
-        return self._divided(layout, self.costs) if host.streams.num_wide else host
-
-    def _divided(self, layout: AttentionLayout, costs: PieceCosts) -> HostTables:
-        how = (self.group, self.bins, self.window, costs, self.division)
-        if costs not in self._natives and not self.numpy_plans:
+        how = (self.group, self.bins, self.window, self.costs, self.division)
+        if not self.numpy_plans:
             try:
-                self._natives[costs] = NativePlanner(*how)
+                self._native = NativePlanner(*how, self.pairing)
             except CLibraryError as error:
                 log.warning("tree decode is planned in numpy, several times slower: %s", error)
-        if costs in self._natives:
-            return self._natives[costs].plan(layout)
+            else:
+                return self._native.plan(layout)
         self.numpy_plans += 1
-        return numpy_plan(layout, *how)
+        if self.pairing is None:
+            return numpy_plan(layout, *how)
+        return numpy_paired(layout, self.group, self.bins, self.costs, self.division, self.pairing)

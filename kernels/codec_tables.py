@@ -8,85 +8,17 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from stemserve.kernels.codec_pieces import RECORD, Pieces, records
-from stemserve.kernels.codec_streams import TileStreams
+from stemserve.kernels.codec_host_tables import (
+    Capacity,
+    HostTables,
+    section_starts,
+    table_size,
+    with_room,
+)
+from stemserve.kernels.codec_pieces import RECORD
 from stemserve.kernels.codec_tiles import PAGE_BITS, STEP_TOKENS
 from stemserve.kernels.host_array import device_tensor, index_tensor
 from stemserve.kernels.layout import AttentionLayout, Int32
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Capacity:
-    """Sizes that a captured graph fixes; a later plan that needs no more takes the same buffers."""
-
-    rows: int
-    records: int
-    pages: int
-    columns: int  # partial results of a row
-    partial_rows: int
-    windowed: bool
-    items: bool  # some rows see rows of their own step
-
-    def holds(self, other: "Capacity") -> bool:
-        return (self.rows, self.windowed) == (other.rows, other.windowed) and all(
-            getattr(self, name) >= getattr(other, name)
-            for name in ("records", "pages", "columns", "partial_rows", "items")
-        )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class HostTables:
-    """A plan's tables on the host, before they go to the device."""
-
-    layout: AttentionLayout
-    streams: TileStreams
-    pieces: Pieces
-    records: Int32
-    items: bool  # some rows see rows of their own step
-    merges: bool
-    paired: bool = False  # for the kernel of codec_hopper.cu; see codec_pairs
-
-    @property
-    def size(self) -> Capacity:
-        return Capacity(
-            rows=len(self.streams.rows),
-            records=len(self.records),
-            pages=len(self.streams.words),
-            columns=self.pieces.merge.shape[1],
-            partial_rows=self.pieces.partial_rows,
-            windowed=len(self.streams.starts) > 0,
-            items=self.items,
-        )
-
-
-def host_tables(
-    layout: AttentionLayout, streams: TileStreams, pieces: Pieces, group: int, bins: int
-) -> HostTables:
-    return HostTables(
-        layout=layout,
-        streams=streams,
-        pieces=pieces,
-        records=records(streams, pieces, group, bins, STEP_TOKENS // layout.page_size),
-        items=bool((streams.run_node < 0).any()),
-        merges=bool((pieces.merge_count >= 0).any()),
-    )
-
-
-def with_room(size: Capacity) -> Capacity:
-    """Room for later plans of the same rows: a quarter more, in coarse steps."""
-
-    def more(count: int, step: int) -> int:
-        return -(-(count + count // 4) // step) * step
-
-    return Capacity(
-        rows=size.rows,
-        records=more(size.records, 16),
-        pages=more(size.pages, 256),
-        columns=-(-size.columns // 8) * 8 if size.columns > 4 else 4,
-        partial_rows=more(size.partial_rows, 256),
-        windowed=size.windowed,
-        items=size.items,
-    )
 
 
 @dataclass(kw_only=True)
@@ -143,7 +75,7 @@ class DeviceTables:
     def fill(self, host: HostTables) -> None:
         """Copy the tables of a plan that fits; the copy is ordered on the current stream."""
         staged = torch.empty(len(self.buffer), dtype=torch.int32, pin_memory=self.buffer.is_cuda)
-        pack(host, self.capacity, staged.numpy())
+        host.sections.pack(self.capacity, staged.numpy())
         self.buffer.copy_(staged, non_blocking=True)
         self.host = host
         self._growth = None
@@ -162,54 +94,6 @@ class DeviceTables:
         grown = device_tensor(values.astype(np.int32), self.buffer.device)
         self.buffer.scatter_(0, growth.index, grown)
         return True
-
-
-def section_starts(capacity: Capacity, record: int) -> list[int]:
-    """Where each section begins, and where the last one ends; `record`: entries of a record.
-
-    Sections start at multiples of 64 entries, but the last part of each may be unused. Words and
-    masks are the last ones: of these a plan may fill a small part only.
-    """
-    sizes = (
-        capacity.rows,
-        capacity.records * record,
-        capacity.rows,
-        capacity.rows * capacity.columns,
-        capacity.pages if capacity.windowed else 0,
-        capacity.rows if capacity.windowed else 0,
-        capacity.pages,
-        capacity.pages,
-    )
-    starts: list[int] = np.cumsum([0, *(-(-size // 64) * 64 for size in sizes)]).tolist()
-    return starts
-
-
-def table_size(capacity: Capacity, record: int) -> int:
-    return section_starts(capacity, record)[-1]
-
-
-def pack(
-    host: HostTables,
-    capacity: Capacity,  # which holds it
-    flat: Int32,  # [table_size], written
-) -> None:
-    pieces, streams = host.pieces, host.streams
-    rows, record, merge_count, merge, positions, starts, words, masks = (
-        flat[a:b] for a, b in pairwise(section_starts(capacity, host.records.shape[1]))
-    )
-    wide = merge[: capacity.rows * capacity.columns].reshape(capacity.rows, capacity.columns)
-    wide[:, : pieces.merge.shape[1]] = pieces.merge
-    wide[:, pieces.merge.shape[1] :] = -1
-    for section, part in (
-        (rows, streams.rows),
-        (record, host.records.ravel()),
-        (merge_count, pieces.merge_count),
-        (positions, streams.positions),
-        (starts, streams.starts),
-        (words, streams.words),
-        (masks, streams.masks),
-    ):
-        section[: len(part)] = part
 
 
 def _same_pages(old: AttentionLayout, new: AttentionLayout) -> bool:

@@ -1,5 +1,4 @@
 /* Pairs of bins that read alike: codec_pairs.py. */
-#include <stdlib.h>
 #include <string.h>
 
 #include "codec_planner.h"
@@ -9,8 +8,8 @@ enum { STEPS = 2, FIRST = 3, NEXT = 8, SHARED = 9, OTHER_BASE = 10, LEAST_SHARED
 typedef struct {
     const int32_t *records, *words, *masks;
     int32_t count, size, bins, per_step, wide_end;
-    int32_t *table;
-} pairing; /* as in codec_native.py */
+    int32_t *table; /* the records in their new order */
+} pairing;
 
 typedef struct {
     int32_t *start;  /* [bins + 1] of each bin's records in `chain` */
@@ -47,10 +46,12 @@ static void find_chains(const pairing *in, work *w) {
 }
 
 static int same_pages(const pairing *in, int32_t step, int32_t other) {
+    const int32_t *one, *two;
     if (step < 0 || other < 0) return step == other;
-    return !memcmp(
-        in->words + (int64_t)step * in->per_step, in->words + (int64_t)other * in->per_step,
-        (size_t)in->per_step * sizeof *in->words);
+    one = in->words + (int64_t)step * in->per_step;
+    two = in->words + (int64_t)other * in->per_step;
+    if (*one != *two) return 0;
+    return !memcmp(one, two, (size_t)in->per_step * sizeof *one);
 }
 
 static void find_partners(const pairing *in, work *w) {
@@ -131,10 +132,35 @@ static void share_pair(const pairing *in, const work *w, int32_t one, int32_t ot
         }
 }
 
-int stemserve_pair_bins(const pairing *in) {
-    int64_t bins = in->bins, count = in->count;
-    int32_t *memory = malloc((size_t)(4 * bins + 1 + 2 * count) * sizeof *memory);
-    if (!memory) return NO_MEMORY;
+static int shares_enough(const planner *p, const pairing *in, const settings *set) {
+    const piece *pieces = held(p, PIECES);
+    int64_t steps = 0, shared = 0;
+    int32_t longest = 0, of_bin = 0;
+    for (int32_t i = 0; i < p->size.pieces; i++) {
+        of_bin = i && pieces[i].bin == pieces[i - 1].bin ? of_bin + pieces[i].steps : pieces[i].steps;
+        longest = most(longest, of_bin);
+        steps += pieces[i].steps;
+    }
+    for (int32_t i = 0; i < in->count; i++) shared += in->table[(int64_t)i * in->size + SHARED];
+    return longest >= set->least_steps && (double)shared >= set->least_share * (double)(steps ? steps : 1);
+}
+
+status pair_bins(planner *p, const layout *in, const settings *set) {
+    int64_t bins = set->bins, count = p->size.records;
+    int32_t *memory, *table;
+    TAKE(memory, PAIR_WORK, 4 * bins + 1 + 2 * count);
+    TAKE(table, PAIRED, count * p->size.record_size);
+    pairing plan = {
+        .records = held(p, RECORDS),
+        .words = held(p, WORDS),
+        .masks = held(p, MASKS),
+        .count = p->size.records,
+        .size = p->size.record_size,
+        .bins = set->bins,
+        .per_step = STEP_TOKENS / in->page_size,
+        .wide_end = ((const int32_t *)held(p, REGION_STEP))[p->size.wide],
+        .table = table,
+    };
     work w = {
         .start = memory,
         .chain = memory + bins + 1,
@@ -143,11 +169,11 @@ int stemserve_pair_bins(const pairing *in) {
         .order = memory + 2 * bins + 1 + 2 * count,
         .single = memory + 3 * bins + 1 + 2 * count,
     };
-    find_chains(in, &w);
-    find_partners(in, &w);
-    move_records(in, &w);
-    for (int32_t place = 0; place + 1 < in->bins; place += 2)
-        share_pair(in, &w, w.order[place], w.order[place + 1]);
-    free(memory);
+    find_chains(&plan, &w);
+    find_partners(&plan, &w);
+    move_records(&plan, &w);
+    for (int32_t place = 0; place + 1 < set->bins; place += 2)
+        share_pair(&plan, &w, w.order[place], w.order[place + 1]);
+    p->size.paired = shares_enough(p, &plan, set);
     return DONE;
 }

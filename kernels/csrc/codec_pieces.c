@@ -129,13 +129,21 @@ static status find_merges(planner *p, int32_t group) {
     return DONE;
 }
 
-static void count_tokens(const planner *p, int32_t per_step) {
+static int32_t tokens_of(const int32_t *words, int32_t count) {
+    int32_t tokens = 0;
+    for (int32_t i = 0; i < count; i++) tokens += words[i] >> PAGE_BITS & ((1 << TOKEN_BITS) - 1);
+    return tokens;
+}
+
+/* Tiles that read the same steps of a wide node follow each other. */
+static void count_tokens(const planner *p, const divider *d, int32_t per_step) {
     const int32_t *words = held(p, WORDS);
-    piece *pieces = held(p, PIECES);
-    for (int32_t i = 0; i < p->size.pieces; i++) {
-        int32_t at = pieces[i].first * per_step, end = at + pieces[i].steps * per_step;
-        for (pieces[i].tokens = 0; at < end; at++)
-            pieces[i].tokens += words[at] >> PAGE_BITS & ((1 << TOKEN_BITS) - 1);
+    for (int32_t i = 0; i < d->count; i++) {
+        piece *one = d->pieces + i, *before = i ? one - 1 : NULL;
+        if (before && before->first == one->first && before->steps == one->steps)
+            one->tokens = before->tokens;
+        else
+            one->tokens = tokens_of(words + (int64_t)one->first * per_step, one->steps * per_step);
     }
 }
 
@@ -185,8 +193,7 @@ status plan_pieces(planner *p, const layout *in, const settings *set) {
     if (found) return found;
     share(&d, (int64_t)p->size.rows * set->group);
     find_rows(p, &d, per_step);
+    count_tokens(p, &d, per_step);
     if (!(found = sort_by_bin(p, &d))) found = find_merges(p, set->group);
-    if (found) return found;
-    count_tokens(p, per_step);
-    return fill_records(p, set, per_step);
+    return found ? found : fill_records(p, set, per_step);
 }

@@ -37,7 +37,7 @@ static status check_settings(const settings *set) {
     if (set->group < 1 || set->group > TILE_ROWS || set->window < 0) return BAD_SETTINGS;
     if (set->bins < 1 || set->bins > 1 << 20 || set->max_splits < 1) return BAD_SETTINGS;
     if (set->piece_cost < 0 || set->merge_cost < 0 || set->slack < 0) return BAD_SETTINGS;
-    if (set->wide_cost < 1) return BAD_SETTINGS;
+    if (set->wide_cost < 1 || set->pair_wide_cost < 0) return BAD_SETTINGS;
     return DONE;
 }
 
@@ -48,13 +48,29 @@ static int64_t table_entries(const sizes *s) {
            + 9 * (int64_t)s->pieces + rows + rows * s->columns + (int64_t)s->records * s->record_size;
 }
 
+static status plan_all(planner *p, const layout *in, const settings *set) {
+    status found = plan_rows(p, in, set);
+    if (!found) found = plan_streams(p, in, set);
+    return found ? found : plan_pieces(p, in, set);
+}
+
+/* With pairs of bins where they share enough; else as if there were none. */
+static status plan_paired(planner *p, const layout *in, const settings *set) {
+    settings paired = *set;
+    status found;
+    paired.wide_cost = set->pair_wide_cost;
+    found = plan_all(p, in, &paired);
+    if (!found) found = pair_bins(p, in, set);
+    if (found || p->size.paired || !p->size.wide) return found;
+    return plan_all(p, in, set);
+}
+
 /* Makes a plan and says how large its tables are. */
 int stemserve_planner_plan(planner *p, const layout *in, const settings *set, sizes *out) {
     int64_t total;
     status found = check_settings(set);
-    if (!found) found = plan_rows(p, in, set);
-    if (!found) found = plan_streams(p, in, set);
-    if (!found) found = plan_pieces(p, in, set);
+    p->size.paired = 0;
+    if (!found) found = set->pair_wide_cost ? plan_paired(p, in, set) : plan_all(p, in, set);
     if (found) return found;
     total = table_entries(&p->size);
     if (total > INT32_MAX) return TOO_LARGE;
@@ -124,6 +140,27 @@ int stemserve_planner_tables(const planner *p, int32_t *to, int64_t room) {
     to = put_pieces(p, to);
     to = put(to, held(p, MERGE_COUNT), s->rows);
     to = put(to, held(p, MERGE), (int64_t)s->rows * s->columns);
-    put(to, held(p, RECORDS), (int64_t)s->records * s->record_size);
+    put(to, held(p, s->paired ? PAIRED : RECORDS), (int64_t)s->records * s->record_size);
     return DONE;
+}
+
+/* Lays the sections that the device reads where they belong: rows, records, counts of merges, merges
+ * (in rows of `columns`), positions, starts, words, masks. */
+void stemserve_planner_pack(
+    const int32_t *tables, const sizes *s, const int32_t *starts, int32_t columns, int32_t *to) {
+    int64_t rows = s->rows, words = s->words, windowed = s->windowed;
+    const int32_t *at = tables + rows + 2 * (int64_t)s->tiles + 2 + 3 * (int64_t)s->wide + 5 * (int64_t)s->places;
+    put(to + starts[0], tables, rows);
+    put(to + starts[6], at, words);
+    put(to + starts[7], at + words, words);
+    put(to + starts[4], at + 2 * words, windowed * words);
+    put(to + starts[5], at + (2 + windowed) * words, windowed * rows);
+    at += (2 + windowed) * words + windowed * rows + 9 * (int64_t)s->pieces;
+    put(to + starts[2], at, rows);
+    at += rows;
+    for (int64_t row = 0; row < rows; row++, at += s->columns) {
+        int32_t *merge = put(to + starts[3] + row * columns, at, s->columns);
+        for (int32_t i = s->columns; i < columns; i++) *merge++ = -1;
+    }
+    put(to + starts[1], at, (int64_t)s->records * s->record_size);
 }

@@ -29,11 +29,13 @@ typedef struct {
     int32_t group, bins, window;
     int32_t split, longest_first, max_splits;
     int32_t piece_cost, merge_cost, slack, wide_cost;
+    int32_t pair_wide_cost, least_steps; /* of paired bins; 0: none are paired */
+    double least_share;
 } settings;
 
 typedef struct {
     int32_t rows, tiles, wide, runs, places, words, windowed;
-    int32_t pieces, columns, records, record_size, partial_rows, items, merges;
+    int32_t pieces, columns, records, record_size, partial_rows, items, merges, paired;
     int32_t total; /* int32 entries of all tables together */
 } sizes;
 
@@ -48,7 +50,7 @@ enum {
     NODE_START, NODE_WHOLE, NODE_REST, NODE_UNITS, NODE_FIRST, NODE_NEXT, NODE_PARTIAL, NODE_ROWS,
     UNITS, ORDERED_UNITS, UNIT_ROW, ROWS, VISIBLE, STARTS, RUNS, TORN, CUTS,
     TILE_OF, WIDE, RUN_TILES, BUCKETS, PLACEMENTS, REGION_STEP, WORDS, MASKS, POSITIONS,
-    PIECES, CUT_PIECES, ROOM, LOADS, ORDER, ROW_COUNT, MERGE_COUNT, MERGE, RECORDS, PLACES,
+    PIECES, CUT_PIECES, ROOM, LOADS, ORDER, ROW_COUNT, MERGE_COUNT, MERGE, RECORDS, PAIRED, PAIR_WORK,
     ARRAYS
 };
 
@@ -67,6 +69,9 @@ int within_window(const planner *p, run *one, int32_t page_size);
 status plan_rows(planner *p, const layout *in, const settings *set);
 status plan_streams(planner *p, const layout *in, const settings *set);
 status plan_pieces(planner *p, const layout *in, const settings *set);
+
+/* Puts bins together that read alike: codec_pairs.py. `size.paired`: enough of them do. */
+status pair_bins(planner *p, const layout *in, const settings *set);
 
 #define TAKE(variable, name, count)                                              \
     do {                                                                         \

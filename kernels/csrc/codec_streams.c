@@ -165,21 +165,33 @@ static int32_t row_mask(const planner *p, const placement *at, int32_t group) {
     return low | high << 8;
 }
 
+/* A page that rows see in part is marked, so that the kernel skips the mask of the others. */
+static int32_t marked(int32_t mask, int32_t page_size) {
+    int32_t whole = TILE_ROWS << 8 | page_size << 16;
+    return mask == whole ? mask : mask | 1 << MASKED_BIT;
+}
+
 static status lay_run(const planner *p, const layout *in, const placement *at, int32_t rows) {
     const run *r = &at->run;
-    int32_t *words = (int32_t *)held(p, WORDS) + at->page;
-    int32_t *masks = (int32_t *)held(p, MASKS) + at->page;
-    int32_t full = in->page_size, last = r->pages - 1;
-    for (int32_t i = 0; i < r->pages; i++) {
-        int32_t number = r->node < 0 ? r->page + i * full : in->node_pages[r->page + i];
-        if (number < 0 || number >= 1 << PAGE_BITS) return TOO_LARGE;
-        words[i] = number | full << PAGE_BITS;
-        masks[i] = rows | full << 16;
+    int32_t *restrict words = (int32_t *)held(p, WORDS) + at->page;
+    int32_t *restrict masks = (int32_t *)held(p, MASKS) + at->page;
+    const int32_t *restrict numbers = in->node_pages + (r->node < 0 ? 0 : r->page);
+    int32_t full = in->page_size, count = r->pages, last = count - 1;
+    int32_t mask = marked(rows | full << 16, full), all_bits = 0;
+    if (r->node < 0) {
+        for (int32_t i = 0; i < count; i++) all_bits |= words[i] = r->page + i * full;
+    } else {
+        for (int32_t i = 0; i < count; i++) all_bits |= words[i] = numbers[i];
+    }
+    if (all_bits < 0 || all_bits >= 1 << PAGE_BITS) return TOO_LARGE;
+    for (int32_t i = 0; i < count; i++) {
+        words[i] |= full << PAGE_BITS;
+        masks[i] = mask;
     }
     if (r->tokens < full || r->causal) {
         int32_t seen = r->causal ? least(r->seen, full) : r->tokens;
         words[last] -= (full - r->tokens) << PAGE_BITS;
-        masks[last] = rows | seen << 16 | r->causal << CAUSAL_BIT;
+        masks[last] = marked(rows | seen << 16 | r->causal << CAUSAL_BIT, full);
     }
     if (r->node < 0)
         for (int32_t i = 0; i < r->pages; i++) words[i] |= INT32_MIN;
@@ -198,24 +210,34 @@ static void lay_positions(const planner *p, const layout *in, const placement *a
     }
 }
 
+/* Places without a page, which end most regions. */
+static void lay_nothing(const planner *p, int64_t from, int64_t to) {
+    int32_t *words = held(p, WORDS), *masks = held(p, MASKS);
+    int32_t *positions = p->size.windowed ? held(p, POSITIONS) : NULL;
+    for (int64_t i = from; i < to; i++) {
+        words[i] = 0;
+        masks[i] = 1 << MASKED_BIT;
+        if (positions) positions[i] = 0;
+    }
+}
+
 static status lay_pages(planner *p, const layout *in, const settings *set, int64_t count) {
     const placement *places = held(p, PLACEMENTS);
-    int32_t *words, *masks, *positions, whole = TILE_ROWS << 8 | in->page_size << 16;
+    int32_t *words, *masks, *positions;
+    int64_t end = 0;
     TAKE(words, WORDS, count);
     TAKE(masks, MASKS, count);
     TAKE(positions, POSITIONS, set->window ? count : 0);
-    memset(words, 0, (size_t)count * sizeof *words);
-    memset(masks, 0, (size_t)count * sizeof *masks);
-    if (set->window) memset(positions, 0, (size_t)count * sizeof *positions);
     p->size.items = 0;
     for (int32_t i = 0; i < p->size.places; i++) {
         status found = lay_run(p, in, places + i, row_mask(p, places + i, set->group));
         if (found) return found;
         if (set->window) lay_positions(p, in, places + i);
+        lay_nothing(p, end, places[i].page);
+        end = (int64_t)places[i].page + places[i].run.pages;
         p->size.items |= places[i].run.node < 0;
     }
-    for (int64_t i = 0; i < count; i++)
-        if (masks[i] != whole) masks[i] |= 1 << MASKED_BIT;
+    lay_nothing(p, end, count);
     return DONE;
 }
 

@@ -13,7 +13,7 @@ from tests.kernels.codec_forests import Nodes, layout_of, leaves_of, random_kv
 
 from stemserve.kernels.codec_decode import CodecDecode, DecodeNumbers
 from stemserve.kernels.codec_growth import leaf_growth
-from stemserve.kernels.codec_tables import pack, table_size
+from stemserve.kernels.codec_host_tables import table_size
 from stemserve.kernels.layout import AttentionLayout, HeadShape, Int32
 
 SHAPE = HeadShape(query_heads=4, kv_heads=2, head_dim=32, scale=32**-0.5)
@@ -51,7 +51,7 @@ def test_the_plan_of_the_last_step_serves_every_step(seed: int, bins: int) -> No
     capacity = decode.roomy_capacity(layout.num_rows, 400)
     assert capacity.holds(host.size)
     tables = np.full(table_size(capacity, host.records.shape[1]), -7, np.int32)
-    pack(host, capacity, tables)
+    host.sections.pack(capacity, tables)
     growth = leaf_growth(host, capacity, tokens)
     buffer = torch.empty(len(tables), dtype=torch.int32, device=DEVICE)
     plan = decode.plan_at(

@@ -32,17 +32,17 @@ from stemserve.kernels.codec_hopper import (
     constants,
     hopper_takes,
 )
+from stemserve.kernels.codec_host_tables import HostTables
 from stemserve.kernels.codec_native import NativePlanner
 from stemserve.kernels.codec_pairs import (
     NEXT,
     OTHER_BASE,
     SHARED,
     STEPS,
-    WIDE_TOKENS,
-    pair_bins,
+    Pairing,
 )
-from stemserve.kernels.codec_planner import Planner
-from stemserve.kernels.codec_tables import DeviceTables, HostTables
+from stemserve.kernels.codec_planner import Planner, numpy_paired
+from stemserve.kernels.codec_tables import DeviceTables
 from stemserve.kernels.cuda_program import SOURCES, TensorMap
 from stemserve.kernels.host_array import device_tensor, index_tensor
 from stemserve.kernels.layout import AttentionLayout, HeadShape
@@ -94,9 +94,8 @@ def library(folder: Path, dim: int, dtype: torch.dtype) -> ctypes.CDLL:
 
 def plan_of(layout: AttentionLayout, group: int, bins: int) -> HostTables:
     """Paired however little is shared."""
-    planner = NativePlanner(group, bins, 0, PieceCosts(wide=WIDE_TOKENS), Division())
-    host = planner.plan(layout)
-    return replace(host, records=planner.pair_bins(host), paired=True)
+    always = Pairing(least_share=0.0, least_steps=0)
+    return NativePlanner(group, bins, 0, PieceCosts(), Division(), always).plan(layout)
 
 
 def merge(host: HostTables, partial: AttentionState, state: AttentionState) -> None:
@@ -268,10 +267,15 @@ def test_the_planner_in_c_pairs_bins_alike(seed: int) -> None:
     nodes = levels([1, 8, int(rng.integers(20, 200))], [int(n) for n in rng.integers(0, 5000, 3)])
     if seed % 2:
         nodes = random_forest(rng, int(rng.integers(1, 200)))
-    costs = PieceCosts(wide=wide)
-    native = NativePlanner(group, bins, 0, costs, Division())
-    host = native.plan(layout_of(nodes, leaves_of(nodes)))
-    assert np.array_equal(native.pair_bins(host), pair_bins(host, bins))
+    layout = layout_of(nodes, leaves_of(nodes))
+    for pairing in (Pairing(wide=wide, least_share=0.0, least_steps=0), Pairing(wide=wide)):
+        native = NativePlanner(group, bins, 0, PieceCosts(), Division(), pairing)
+        expected = numpy_paired(layout, group, bins, PieceCosts(), Division(), pairing)
+        for _ in range(2):  # the second time in the memory of the first
+            found = native.plan(layout)
+            assert found.paired == expected.paired and found.size == expected.size
+            assert np.array_equal(found.records, expected.records)
+            assert np.array_equal(found.pieces.steps, expected.pieces.steps)
 
 
 @pytest.mark.parametrize(
@@ -291,9 +295,9 @@ def test_plans_that_share_little_are_made_for_the_triton_kernel(
     layout = layout_of(nodes, leaves_of(nodes))
     pairing, plain = (
         Planner(
-            group=4, bins=33, window=0, costs=PieceCosts(), division=Division(), pairs=pairs
+            group=4, bins=33, window=0, costs=PieceCosts(), division=Division(), pairing=pairing
         ).plan(layout)
-        for pairs in (True, False)
+        for pairing in (Pairing(), None)
     )
     assert pairing.paired == paired and not plain.paired
     assert np.array_equal(pairing.records, plain.records) or paired

@@ -18,12 +18,13 @@ from tests.kernels.test_codec_tiles import FORESTS, random_forest, random_prefil
 from stemserve.kernels import codec_native
 from stemserve.kernels.c_library import FLAGS, CLibraryError, load_library
 from stemserve.kernels.codec_division import Division, PieceCosts
+from stemserve.kernels.codec_host_tables import HostTables, table_size, with_room
 from stemserve.kernels.codec_native import SOURCES, NativePlanner
 from stemserve.kernels.codec_pieces import Pieces
 from stemserve.kernels.codec_planner import Planner, numpy_plan
 from stemserve.kernels.codec_streams import TileStreams
 from stemserve.kernels.codec_tiles import STEP_TOKENS
-from stemserve.kernels.layout import AttentionLayout, int32
+from stemserve.kernels.layout import AttentionLayout, Int32, int32
 
 COSTS, DIVISION = PieceCosts(), Division()
 
@@ -49,6 +50,15 @@ def assert_equal(
             for field in fields(kind):
                 pair = getattr(ours, field.name), getattr(theirs, field.name)
                 assert np.array_equal(*pair), (field.name, *pair)
+        assert np.array_equal(packed(found), packed(expected))
+
+
+def packed(host: HostTables) -> Int32:
+    """In a buffer with room for more, whose other entries nobody writes."""
+    capacity = with_room(host.size)
+    flat = np.full(table_size(capacity, host.records.shape[1]), 7, np.int32)
+    host.sections.pack(capacity, flat)
+    return flat
 
 
 @pytest.mark.parametrize("bins", [1, 4, 33])
@@ -144,6 +154,17 @@ def test_impossible_settings_are_refused() -> None:
     for group, bins in ((0, 3), (65, 3), (4, 0)):
         with pytest.raises(ValueError, match="settings"):
             NativePlanner(group, bins, 0, COSTS, DIVISION).plan(layout)
+
+
+def test_tables_that_do_not_fit_are_not_written() -> None:
+    small, large = (layout_of([(-1, tokens)], [(0, 1)], PAGE) for tokens in (64, 6400))
+    planner = NativePlanner(4, 33, 0, COSTS, DIVISION)
+    host, capacity = planner.plan(large), planner.plan(small).size
+    flat = np.zeros(table_size(host.size, host.records.shape[1]), np.int32)
+    for room, entries in ((capacity, flat), (host.size, flat[1:])):
+        with pytest.raises(ValueError, match="does not fit"):
+            host.sections.pack(room, entries)
+    assert not flat.any()
 
 
 def test_without_a_library_plans_are_made_in_numpy_counted_and_warned_of(
@@ -242,11 +263,7 @@ import ctypes, sys
 sys.path.append(sys.argv[2])
 from tests.kernels import test_codec_native as tests
 from stemserve.kernels import codec_native
-library = ctypes.CDLL(sys.argv[1])
-library.stemserve_planner_new.restype = ctypes.c_void_p
-library.stemserve_planner_free.argtypes = [ctypes.c_void_p]
-library.stemserve_planner_plan.argtypes = [ctypes.c_void_p] * 4
-library.stemserve_planner_tables.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64]
+library = codec_native.declared(ctypes.CDLL(sys.argv[1]))
 codec_native.planner_library = lambda: library
 for seed in range(25):
     tests.test_random_prefill_gives_the_same_tables(seed)

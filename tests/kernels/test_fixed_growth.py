@@ -15,7 +15,7 @@ from tests.kernels.row_products import alike_rows
 from stemserve.kernels.codec_decode import CodecDecode, DecodeNumbers
 from stemserve.kernels.codec_division import Division
 from stemserve.kernels.codec_growth import leaf_growth
-from stemserve.kernels.codec_tables import pack, table_size
+from stemserve.kernels.codec_host_tables import table_size
 from stemserve.kernels.layout import HeadShape
 
 __all__ = ["alike_rows"]
@@ -41,7 +41,7 @@ def test_the_plan_of_the_last_step_gives_every_step_its_own_bits(forest: Nodes, 
     capacity = decode.roomy_capacity(layout.num_rows, 400)
     assert capacity.holds(host.size)
     tables = np.full(table_size(capacity, host.records.shape[1]), -7, np.int32)
-    pack(host, capacity, tables)
+    host.sections.pack(capacity, tables)
     growth = leaf_growth(host, capacity, tokens)
     buffer = torch.empty(len(tables), dtype=torch.int32, device=DEVICE)
     plan = decode.plan_at(

@@ -11,7 +11,7 @@ from torch import Tensor
 from stemserve.kernels.attention_state import AttentionState, LayerKV
 from stemserve.kernels.codec_decode import CodecDecode, DecodePlan
 from stemserve.kernels.codec_growth import Growth
-from stemserve.kernels.codec_tables import HostTables
+from stemserve.kernels.codec_host_tables import HostTables
 from stemserve.kernels.codec_tiles import TILE_ROWS
 from stemserve.kernels.fused.burst import RESULTS, BurstRows, advance, record
 from stemserve.kernels.sampling.draw import draw_tokens

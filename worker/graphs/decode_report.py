@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from stemserve.kernels.codec_decode import host_work
-from stemserve.kernels.codec_tables import HostTables
+from stemserve.kernels.codec_host_tables import HostTables
 from stemserve.kernels.strategy import Phase, Strategy
 from stemserve.worker.attention import Clock, PlannedGroup
 from stemserve.worker.choice_reason import Reason

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from stemserve.kernels.codec_decode import CodecDecode
 from stemserve.kernels.codec_growth import NO_GROWTH, Growth, leaf_growth
-from stemserve.kernels.codec_tables import HostTables
+from stemserve.kernels.codec_host_tables import HostTables
 from stemserve.kernels.strategy import Kernel
 from stemserve.proto.v1 import inference_pb2
 from stemserve.worker.graphs.buckets import bucket_of

@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from stemserve.kernels.codec_growth import Growth
-from stemserve.kernels.codec_tables import Capacity, HostTables, pack, section_starts
+from stemserve.kernels.codec_host_tables import Capacity, HostTables, section_starts
 from stemserve.kernels.fused.burst import FIELDS, HEADER, BurstShape
 from stemserve.kernels.layout import AttentionLayout, Int32
 from stemserve.worker.graphs.padding import padded
@@ -124,7 +124,7 @@ class InputsShape:
         flat[shape.places_at : shape.places_at + entries] = growth.places
         values_end = shape.values_at + growth.values.size
         flat[shape.values_at : values_end] = growth.values.ravel()
-        pack(host, self.tables, flat[shape.tables_at :])
+        host.sections.pack(self.tables, flat[shape.tables_at :])
         words, masks = section_starts(self.tables, self.record)[6:8]
         pages = host.size.pages
         return (

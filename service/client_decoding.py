@@ -17,6 +17,7 @@ FINISH = {
     inference_pb2.FINISH_REASON_UNSPECIFIED: "",
     inference_pb2.FINISH_REASON_STOP: "stop",
     inference_pb2.FINISH_REASON_LENGTH: "length",
+    inference_pb2.FINISH_REASON_NONE_LEFT: "none_left",
 }
 
 

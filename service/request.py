@@ -199,6 +199,7 @@ class StopCause:
     STOP_ID = "stop"
     LENGTH = "length"
     COMPLETE = "complete"  # the constraint leaves nothing that could follow
+    NONE_LEFT = "none_left"  # of a beam search: there are fewer sequences than were asked for
 
 
 class TopTokens(NamedTuple):
@@ -209,7 +210,7 @@ class TopTokens(NamedTuple):
 
 
 class SampleTokens(NamedTuple):
-    """New tokens of one sample, in order; at least one."""
+    """New tokens of one sample, in order; at least one, unless it is NONE_LEFT."""
 
     sample: int
     token_ids: Sequence[int]

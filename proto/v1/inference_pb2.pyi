@@ -66,6 +66,8 @@ class _FinishReasonEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._E
     """a stop string, a stop id or the end-of-sequence id"""
     FINISH_REASON_LENGTH: _FinishReason.ValueType  # 2
     """max_new_tokens or the model's context"""
+    FINISH_REASON_NONE_LEFT: _FinishReason.ValueType  # 3
+    """Of a beam search: there are fewer than n sequences, and this entry is none. No tokens; its score is -inf."""
 
 class FinishReason(_FinishReason, metaclass=_FinishReasonEnumTypeWrapper): ...
 
@@ -75,6 +77,8 @@ FINISH_REASON_STOP: FinishReason.ValueType  # 1
 """a stop string, a stop id or the end-of-sequence id"""
 FINISH_REASON_LENGTH: FinishReason.ValueType  # 2
 """max_new_tokens or the model's context"""
+FINISH_REASON_NONE_LEFT: FinishReason.ValueType  # 3
+"""Of a beam search: there are fewer than n sequences, and this entry is none. No tokens; its score is -inf."""
 Global___FinishReason: typing_extensions.TypeAlias = FinishReason
 
 class _EarlyStopping:
@@ -797,7 +801,7 @@ class GenerateRequest(google.protobuf.message.Message):
 
     @property
     def beam_search(self) -> Global___BeamSearch:
-        """The n best sequences come in one message, best first. Not with sampling, stop, top_logprobs, asked ids or a constraint."""
+        """The n best sequences come in one message, best first. Not with sampling, stop, top_logprobs or asked ids."""
 
     def __init__(
         self,

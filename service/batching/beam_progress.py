@@ -10,7 +10,7 @@ import numpy as np
 
 from stemserve.proto.v1 import worker_pb2
 from stemserve.service.batching.beam_pages import BeamPages
-from stemserve.service.batching.beam_state import BeamState, Hypothesis, candidates_needed
+from stemserve.service.batching.beam_search import BeamSearch
 from stemserve.service.batching.decoding_progress import DecodingProgress
 from stemserve.service.batching.job_progress import Ticket
 from stemserve.service.batching.kv_cache import KvCache
@@ -19,7 +19,7 @@ from stemserve.service.batching.sampler_slots import SamplerSlots
 from stemserve.service.batching.sequence import Chain, pages_for
 from stemserve.service.batching.step_builder import StepBuilder
 from stemserve.service.batching.step_outputs import StepOutputs
-from stemserve.service.errors import EngineFault
+from stemserve.service.errors import EngineFault, RequestError
 from stemserve.service.request import (
     BeamSpec,
     Event,
@@ -29,8 +29,6 @@ from stemserve.service.request import (
     Int32,
     JobFailed,
     JobUsage,
-    SampleTokens,
-    StopCause,
 )
 
 
@@ -62,12 +60,13 @@ class BeamProgress(DecodingProgress):
         slots: SamplerSlots,
         vocab_size: int,
     ) -> None:
+        """Raises InvalidRequest where the job's constraint leaves no first token."""
         super().__init__(job, ticket)
         self._job = job
         self._spec = beams
         self._cache = cache
         self._slots = slots
-        self._candidates = candidates_needed(beams, job.stop_ids, vocab_size)
+        self._vocab_size = vocab_size
         self._counted_tokens = 0  # of the prompt: leading tokens that usage has counted
         self._computed_rows = 0
         self._begin_again()
@@ -80,15 +79,12 @@ class BeamProgress(DecodingProgress):
         self._announced = 0  # of them: the worker has their parameters
         self._prompt_is_planned = False
         self._reads: dict[int, _Read] = {}  # by step
-        self._search(BeamState(self._spec, self._job.stop_ids, self._job.max_new_tokens))
-
-    def _search(self, state: BeamState) -> None:
-        self._state = state
+        self._search = BeamSearch(self._job, self._spec, vocab_size=self._vocab_size)
         self._next_round()
 
     def _next_round(self) -> None:
-        self.num_live = 0 if self._state.is_done else self._state.num_live
-        shape = (self.num_live, self._candidates)
+        self.num_live = self._search.num_live
+        shape = (self.num_live, self._search.candidates)
         self._planned = 0  # leading beams whose rows are planned
         self._answered = 0
         self._ids: Int32 = np.zeros(shape, np.int32)
@@ -134,12 +130,12 @@ class BeamProgress(DecodingProgress):
 
     def plan_decodes(self, step: StepBuilder, limit: int) -> bool:
         """Add a row for each beam of this round that has none."""
-        state, pages = self._state, self._pages
+        search, pages = self._search, self._pages
         if pages is None or self._planned == self.num_live:
             return True
         rows: dict[int, int] = {}
-        start = len(self._job.prompt) + state.length - 1
-        tokens = state.last_tokens.tolist()
+        start = len(self._job.prompt) + search.length - 1
+        tokens = search.last_tokens.tolist()
         for beam in range(self._planned, self.num_live):
             if step.rows.num_rows >= limit:
                 break
@@ -157,28 +153,31 @@ class BeamProgress(DecodingProgress):
         if read is None:
             return []
         if any(not outputs.drawn.good_steps(at, 1) for at in read.at):
-            return [self._failure()]
-        at = np.array(read.at, np.int32)
-        ids, logprobs = outputs.drawn.top_arrays(at, self._candidates)
-        self._ids[read.beams], self._logprobs[read.beams] = ids, logprobs
+            return [self._not_finite()]
+        search, at = self._search, np.array(read.at, np.int32)
+        found = outputs.drawn.top_arrays(at, search.counts(read.beams), search.candidates)
+        self._ids[read.beams], self._logprobs[read.beams] = found
         self._answered += len(read.beams)
         if self._answered < self.num_live:
             return []
-        parents = self._state.advance(self._ids, self._logprobs)
-        if not self._state.is_done:
+        try:
+            parents = search.advance(self._ids, self._logprobs)
+        except RequestError as error:
+            return [JobFailed(request_id=self.request_id, error=error)]
+        if not search.is_done:
             self._fork(parents)
         self._next_round()
-        return [self._found()] if self._state.is_done else []
+        return [self._found()] if search.is_done else []
 
     def finish(self, now: float) -> GenerateChunk | None:
-        if not self._state.is_done:
+        if not self._search.is_done:
             return None
         prompt = len(self._job.prompt)
         usage = JobUsage(
             prompt_tokens=prompt,
             cached_tokens=prompt - self._computed_rows,
             computed_tokens=self._computed_rows,
-            output_tokens=sum(len(found.token_ids) for found in self._state.best),
+            output_tokens=self._search.output_tokens,
             kv_read_bytes=self.kv_read_bytes,
             kv_avoided_bytes=self.kv_avoided_bytes,
         )
@@ -227,47 +226,43 @@ class BeamProgress(DecodingProgress):
             capacity = prompt + self._job.max_new_tokens - 1
             self._pages = BeamPages(self._cache, self._chain, capacity=capacity)
         if self._pages is not None:
-            self._pages.fork(parents, prompt + self._state.length - 1)
+            self._pages.fork(parents, prompt + self._search.length - 1)
 
     def _read(self, step: StepBuilder, rows: dict[int, int]) -> None:
         """Read the likeliest next tokens of beams at their rows."""
         if not rows:
             return
-        at: list[int] = []
+        search, readouts, at = self._search, step.readouts, list[int]()
         for beam, row in rows.items():
             slot = self._taken[beam]
             if beam >= self._announced:
-                step.readouts.add_sampler(_reader(slot, self._candidates))
+                readouts.add_sampler(_reader(slot, search))
                 self._announced = beam + 1
-            at.append(step.readouts.add_sample(row, slot, self._state.length))
+            if (mask := search.mask(beam)) is not None:
+                readouts.add_mask(slot, mask)
+            at.append(readouts.add_sample(row, slot, search.length))
         self._reads[step.step_id] = _Read(list(rows), at)
         self._planned += len(rows)
 
-    def _failure(self) -> JobFailed:
-        if not self._state.length and self._chain is not None:
+    def _not_finite(self) -> JobFailed:
+        if not self._search.length and self._chain is not None:
             self._cache.tree.discard(self._chain.nodes[-1])
         error = EngineFault(
-            f"the model's logits for token {self._state.length} of a beam are not finite numbers"
+            f"the model's logits for token {self._search.length} of a beam are not finite numbers"
         )
         return JobFailed(request_id=self.request_id, error=error)
 
     def _found(self) -> GenerateChunk:
-        news = [_answer(rank, found) for rank, found in enumerate(self._state.best)]
-        told = sum(len(tokens.token_ids) for tokens in news)
-        lost = max(0, self._state.searched_tokens - told)
-        return GenerateChunk(self.request_id, news, searched_tokens=lost)
+        search = self._search
+        return GenerateChunk(self.request_id, search.answer(), searched_tokens=search.lost_tokens)
 
 
-def _answer(rank: int, found: Hypothesis) -> SampleTokens:
-    return SampleTokens(
-        rank,
-        found.token_ids.tolist(),
-        found.logprobs.tolist(),
-        finish=StopCause.STOP_ID if found.has_end else StopCause.LENGTH,
-        score=found.score,
-    )
-
-
-def _reader(slot: int, candidates: int) -> worker_pb2.Sampler:
+def _reader(slot: int, search: BeamSearch) -> worker_pb2.Sampler:
     """A sampler whose token nobody uses: the likeliest ones are read beside it."""
-    return worker_pb2.Sampler(slot=slot, temperature=0.0, top_p=1.0, top_logprobs=candidates)
+    return worker_pb2.Sampler(
+        slot=slot,
+        temperature=0.0,
+        top_p=1.0,
+        top_logprobs=search.candidates,
+        top_of_mask=search.is_guided,
+    )

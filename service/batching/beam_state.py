@@ -6,7 +6,7 @@ id.
 """
 
 import math
-from collections.abc import Set
+from collections.abc import Callable, Set
 from dataclasses import dataclass
 
 import numpy as np
@@ -57,10 +57,15 @@ class BeamState:
         """At most as many as are asked for; fewer where the vocabulary does not give more."""
         return self._hypotheses[: self._spec.best]
 
-    def advance(self, ids: Int32, logprobs: Float32) -> Int32:
-        """Take each live beam's likeliest next tokens, [live, candidates], likeliest first.
+    def advance(
+        self, ids: Int32, logprobs: Float32, accepts: Callable[[int, int], bool] | None = None
+    ) -> Int32:
+        """Take each live beam's likeliest next tokens, [live, candidates], likeliest first; with
+        -inf it is none.
 
-        Returns the beam that each new one goes on from, [new live]; `is_done` says that none does.
+        `accepts` says of a beam and a token whether they are a sequence that may be cut here, by
+        its length. Returns the beam that each new one goes on from, [new live]; `is_done` says that
+        none does.
         """
         ends = np.isin(ids, self._end_ids)
         if self.length < self._spec.min_new_tokens:
@@ -70,6 +75,14 @@ class BeamState:
         length, width = self.length + 1, self._spec.width
         is_last = length == self._max_new_tokens
         ended = [at for at in _best(scores, width).tolist() if is_last or ends.flat[at]]
+        if accepts is not None:
+            columns = ids.shape[1]
+            tokens: list[int] = ids.ravel()[ended].tolist()
+            ended = [
+                at
+                for at, token in zip(ended, tokens, strict=True)
+                if ends.flat[at] or accepts(at // columns, token)
+            ]
         self._end(ended, ids, logprobs, scores)
         going_on = np.empty(0, np.int64)
         if not is_last:
@@ -83,6 +96,13 @@ class BeamState:
         self.length = length
         self.is_done = not len(going_on) or not self._may_improve()
         return parents.astype(np.int32)
+
+    def keep(self, going_on: NDArray[np.bool_]) -> None:
+        """Of the live beams, the others are given up."""
+        self._tokens = self._tokens[going_on]
+        self._logprobs = self._logprobs[going_on]
+        self._scores = self._scores[going_on]
+        self.is_done = self.is_done or not self.num_live or not self._may_improve()
 
     def _end(self, ended: list[int], ids: Int32, logprobs: Float32, scores: Float32) -> None:
         """Keep the best of the hypotheses there were and those that end now."""

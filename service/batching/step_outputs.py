@@ -49,15 +49,17 @@ class Drawn:
         draws = range(sample, sample + steps * len(self.tokens), len(self.tokens))
         return next((n for n, at in enumerate(draws) if at in self._failed), steps)
 
-    def top_arrays(self, samples: Int32, count: int) -> tuple[Int32, Float32]:
-        """[samples, count] ids and log-probabilities of samples that ask for so many; no burst.
+    def top_arrays(self, samples: Int32, counts: Int32, most: int) -> tuple[Int32, Float32]:
+        """[samples, most] ids and log-probabilities of samples that read counts[i] each; no burst.
 
-        Raises EngineFault where they are not there.
+        Behind a sample's own there are -inf. Raises EngineFault where they are not there.
         """
-        if not len(self._top_indptr) or (np.diff(self._top_indptr)[samples] != count).any():
-            raise EngineFault(f"the worker did not answer {count} top_logprobs a sample")
-        at = self._top_indptr[samples][:, None] + np.arange(count, dtype=np.int32)
-        return self._top_ids[at], self._top_logprobs[at]
+        if not len(self._top_indptr) or (np.diff(self._top_indptr)[samples] != counts).any():
+            raise EngineFault("the worker did not answer as many top_logprobs as were asked for")
+        column = np.arange(most, dtype=np.int32)
+        is_there = column < counts[:, None]
+        at = np.where(is_there, self._top_indptr[samples][:, None] + column, 0)
+        return self._top_ids[at], np.where(is_there, self._top_logprobs[at], np.float32(-np.inf))
 
     def tops(self, sample: int, sub_step: int) -> TopTokens:
         at = sub_step * len(self.tokens) + sample

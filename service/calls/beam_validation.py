@@ -20,6 +20,7 @@ MODES = {
     inference_pb2.EARLY_STOPPING_FIRST: EarlyStopping.FIRST,
     inference_pb2.EARLY_STOPPING_NEVER: EarlyStopping.NEVER,
 }
+TOKEN_SETS = frozenset({"token_sequences"})  # constraints whose ends are the request's
 # All others change what is drawn, or when a sample ends.
 POSSIBLE = frozenset(
     {
@@ -35,6 +36,11 @@ POSSIBLE = frozenset(
         "priority",
         "kernel",
         "beam_search",
+        "choice",
+        "regex",
+        "json_schema",
+        "grammar",
+        "token_sequences",
     }
 )
 
@@ -82,6 +88,19 @@ def beam_spec(request: inference_pb2.GenerateRequest) -> BeamSpec | None:
         early_stopping=MODES[search.early_stopping],
         min_new_tokens=request.min_new_tokens,
     )
+
+
+def check_end(request: inference_pb2.GenerateRequest, end_ids: Set[int], vocab_size: int) -> None:
+    """Under a constraint an end says where an output is whole. Raises InvalidRequest."""
+    kind = request.WhichOneof("constraint")
+    if kind is None:
+        return
+    if kind not in TOKEN_SETS and request.stop_token_ids:
+        raise InvalidRequest("stop_token_ids", f"not in a search under {kind}: an EOS ends it")
+    if all(token >= vocab_size for token in end_ids):
+        raise InvalidRequest(
+            "beam_search", "a constraint needs a token that ends an output; give stop_token_ids"
+        )
 
 
 def check_candidates(beams: BeamSpec, end_ids: Set[int], vocab_size: int) -> None:

@@ -7,7 +7,7 @@ import numpy as np
 
 from stemserve.proto.v1 import inference_pb2
 from stemserve.service.caller import Caller
-from stemserve.service.calls.beam_validation import beam_spec, check_candidates
+from stemserve.service.calls.beam_validation import beam_spec, check_candidates, check_end
 from stemserve.service.calls.context_encoder import ContextEncoder, EncodedContext
 from stemserve.service.calls.generate_counts import new_tokens, sample_count
 from stemserve.service.calls.generate_validation import check_generate
@@ -60,6 +60,7 @@ class GenerateEncoder:
         beams = beam_spec(request)
         if beams is not None:
             check_candidates(beams, ends, vocab_size)
+            check_end(request, ends, vocab_size)
         context = await self._context(request, caller)
         prompt = context.tokens
         constraint = await self._constraints.of(request)

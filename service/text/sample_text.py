@@ -63,4 +63,6 @@ class SampleText:
 def _reason(finish: str) -> inference_pb2.FinishReason.ValueType:
     if finish == StopCause.LENGTH:
         return inference_pb2.FINISH_REASON_LENGTH
+    if finish == StopCause.NONE_LEFT:
+        return inference_pb2.FINISH_REASON_NONE_LEFT
     return inference_pb2.FINISH_REASON_STOP

@@ -1,0 +1,236 @@
+"""Beams under constraints: over sets of ids those of transformers, over texts valid ones only."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from tests.e2e.constraint_cases import (
+    Constrained,
+    random_choice,
+    random_grammar,
+    random_regex,
+    random_schema,
+)
+from tests.e2e.engine_rig import EngineRig, Generated
+from tests.e2e.generate_cases import generation
+from tests.e2e.oracle import Oracle
+from tests.e2e.random_models import FAMILIES, VOCAB, MakeRig, RandomModels, random_tokens
+from tests.e2e.test_constraints import engine, packed
+from tests.service.serving import EOS_ID
+
+from stemserve.proto.v1 import inference_pb2
+from stemserve.service.errors import InvalidRequest
+
+Rng = np.random.Generator
+STOP = inference_pb2.FINISH_REASON_STOP
+NONE_LEFT = inference_pb2.FINISH_REASON_NONE_LEFT
+MODES = {
+    inference_pb2.EARLY_STOPPING_HEURISTIC: False,
+    inference_pb2.EARLY_STOPPING_NEVER: "never",
+}
+SECOND_END = VOCAB - 1
+ENDS = [EOS_ID, SECOND_END]
+ILLEGAL = -1e6  # transformers goes on with beams that are none, at less than this
+TOLERANCE = 1e-4
+AT_ONCE = 20
+
+
+@dataclass(frozen=True, kw_only=True)
+class SetSearch:
+    """The likeliest of a set of sequences."""
+
+    prompt: list[int]
+    sequences: list[list[int]]
+    width: int
+    best: int
+    penalty: float
+    mode: inference_pb2.EarlyStopping.ValueType
+    new_tokens: int = 20
+
+    @property
+    def request(self) -> inference_pb2.GenerateRequest:
+        request = generation(
+            self.prompt,
+            ignore_eos=False,
+            stop_token_ids=[SECOND_END],
+            max_new_tokens=self.new_tokens,
+            n=self.best,
+            logprobs=True,
+        )
+        request.ClearField("sampling")
+        request.token_sequences.CopyFrom(packed(self.sequences))
+        request.beam_search.width = self.width
+        request.beam_search.length_penalty = self.penalty
+        request.beam_search.early_stopping = self.mode
+        return request
+
+    def expected(self, oracle: Oracle) -> list[tuple[list[int], float]]:
+        found = oracle.beam_search(
+            self.prompt,
+            end_ids=ENDS,
+            num_beams=self.width,
+            num_return_sequences=self.best,
+            penalty=self.penalty,
+            max_new_tokens=self.new_tokens,
+            early_stopping=MODES[self.mode],
+            prefix_allowed_tokens_fn=self._allowed,
+        )
+        return [(tokens, score) for tokens, score in found if score > ILLEGAL]
+
+    def _allowed(self, _: int, ids: torch.Tensor) -> list[int]:
+        said: list[int] = ids[len(self.prompt) :].numpy().tolist()
+        going_on = [each for each in self.sequences if each[: len(said)] == said]
+        legal = {each[len(said)] for each in going_on if len(each) > len(said)}
+        if said in self.sequences or not legal:  # it asks of what cannot be, too
+            legal.update(ENDS)
+        return sorted(legal)
+
+
+def any_search(rng: Rng) -> SetSearch:
+    alphabet = rng.permutation(VOCAB - 20)[: rng.choice([2, 6, 60])]
+    sequences: list[list[int]] = [
+        rng.choice(alphabet, rng.integers(1, 7)).tolist()
+        for _ in range(rng.choice([1, 4, 30, 200]))
+    ]
+    width = int(rng.choice([2, 3, 8, 17]))
+    return SetSearch(
+        prompt=random_tokens(rng, int(rng.choice([1, 15, 16, 40]))),
+        sequences=sequences,
+        width=width,
+        best=int(rng.integers(1, width + 1)),
+        penalty=float(rng.choice([0.0, 0.6, 1.0, 2.0])),
+        mode=list(MODES)[int(rng.integers(len(MODES)))],
+    )
+
+
+def decided_search(rng: Rng, oracle: Oracle) -> SetSearch:
+    """One whose outcome is not a matter of rounding."""
+    exact = oracle.in_type(torch.float64)
+    while True:
+        search = any_search(rng)
+        if [t for t, _ in search.expected(oracle)] == [t for t, _ in search.expected(exact)]:
+            return search
+
+
+def assert_found(answer: object, search: SetSearch, oracle: Oracle) -> None:
+    assert isinstance(answer, Generated), answer
+    expected = search.expected(oracle)
+    left = search.best - len(expected)
+    tokens = [answer.tokens[rank] for rank in range(search.best)]
+    assert tokens == [tokens for tokens, _ in expected] + [[]] * left
+    reasons = [answer.finish[rank] for rank in range(search.best)]
+    assert reasons == [STOP] * len(expected) + [NONE_LEFT] * left
+    scores = [answer.scores[rank] for rank in range(search.best)]
+    wanted = [score for _, score in expected] + [-np.inf] * left
+    np.testing.assert_allclose(scores, wanted, rtol=TOLERANCE, atol=TOLERANCE)
+    for rank, (each, _) in enumerate(expected):
+        logprobs = oracle.token_logprobs(search.prompt, each)
+        np.testing.assert_allclose(answer.logprobs[rank], logprobs, atol=TOLERANCE)
+
+
+@pytest.mark.parametrize("number", range(12))
+async def test_beams_over_a_set_are_those_of_transformers(
+    models: RandomModels, make_rig: MakeRig, seed: int, number: int
+) -> None:
+    rng = np.random.default_rng(seed)
+    model = models.seeded(FAMILIES[number % len(FAMILIES)], seed)
+    rig = make_rig(
+        model, max_step_tokens=int(rng.choice([5, 64])), eos_ids=frozenset({EOS_ID, VOCAB + 7})
+    )
+    searches = [decided_search(rng, model.oracle) for _ in range(3)]
+    for search in searches:
+        assert_found(await rig.generate(search.request), search, model.oracle)
+    beside = generation(searches[0].prompt, n=3, max_new_tokens=20)
+    answers = await rig.run(*(search.request for search in searches), beside)
+    for search, answer in zip(searches, answers, strict=False):
+        assert_found(answer, search, model.oracle)
+
+
+def searching(rng: Rng, case: Constrained, *, best: int = 3) -> inference_pb2.GenerateRequest:
+    request = generation(random_tokens(rng, 5), ignore_eos=False, max_new_tokens=60, n=best)
+    request.ClearField("sampling")
+    request.MergeFrom(inference_pb2.GenerateRequest(**case.fields))
+    request.beam_search.width = 4
+    return request
+
+
+@pytest.mark.parametrize("make", [random_choice, random_regex, random_schema, random_grammar])
+async def test_every_sequence_of_a_search_is_valid_and_another(
+    models: RandomModels, make_rig: MakeRig, rng: Rng, make: Callable[..., Any]
+) -> None:
+    rig = engine(models, make_rig)
+    cases = [make(rng) for _ in range(AT_ONCE)]
+    found = 0
+    answers = await rig.run(*(searching(rng, case) for case in cases))
+    for case, answer in zip(cases, answers, strict=True):
+        assert isinstance(answer, Generated), (case.fields, answer)
+        told = [tuple(tokens) for tokens in answer.tokens.values() if tokens]
+        assert len(set(told)) == len(told)
+        for rank, text in answer.text.items():
+            assert answer.finish[rank] in (STOP, NONE_LEFT)
+            assert answer.finish[rank] == NONE_LEFT or case.accepts(text), (case.fields, text)
+        found += len(told)
+    assert found
+
+
+async def test_choices_come_in_the_order_of_their_likelihood(
+    models: RandomModels, make_rig: MakeRig, rng: Rng
+) -> None:
+    """The tokens are bytes, so that there is one way to write a choice."""
+    model = models.lm("Llama")
+    texts = ["yes", "no", "maybe", "never"]
+    case = Constrained(
+        fields={"choice": inference_pb2.Choices(texts=texts)}, accepts=texts.__contains__
+    )
+    request = searching(rng, case, best=6)
+    request.beam_search.width = 6
+    request.beam_search.length_penalty = 0.0
+    answer = await engine(models, make_rig).generate(request)
+    assert sorted(answer.text[rank] for rank in range(4)) == sorted(texts)
+    assert [answer.finish[rank] for rank in (4, 5)] == [NONE_LEFT] * 2
+    prompt = np.frombuffer(request.prompt.tokens, "<u4").tolist()
+    sums = [
+        model.oracle.token_logprobs(prompt, answer.tokens[rank]).sum().item() for rank in range(4)
+    ]
+    assert sums == sorted(sums, reverse=True)
+    np.testing.assert_allclose([answer.scores[rank] for rank in range(4)], sums, atol=1e-3)
+
+
+@pytest.mark.parametrize("kv_pages", [20, 700])
+async def test_searches_give_way_and_come_back_under_their_constraint(
+    models: RandomModels, make_rig: MakeRig, rng: Rng, kv_pages: int
+) -> None:
+    rig = engine(models, make_rig, kv_pages=kv_pages)
+    case = Constrained(
+        fields={"regex": "([ab]{3}-){8}end"},
+        accepts=lambda text: len(text) == 35 and text.endswith("-end"),
+    )
+    for answer in await rig.run(*(searching(rng, case) for _ in range(4))):
+        assert isinstance(answer, Generated), answer
+        assert all(map(case.accepts, answer.text.values())) and len(answer.text) == 3
+
+
+@pytest.mark.parametrize(
+    ("fields", "eos_ids", "field"),
+    [
+        ({"regex": "a+", "stop_token_ids": [3]}, {EOS_ID}, "stop_token_ids"),
+        ({"token_sequences": packed([[1, 3]]), "stop_token_ids": [3]}, {EOS_ID}, "stop_token_ids"),
+        ({"token_sequences": packed([[1, 3]])}, set[int](), "beam_search"),
+        ({"regex": "a+", "ignore_eos": True}, {EOS_ID}, "ignore_eos"),
+    ],
+)
+async def test_a_search_whose_end_is_not_clear_is_refused(
+    models: RandomModels,
+    make_rig: MakeRig,
+    rng: Rng,
+    fields: dict[str, Any],
+    eos_ids: set[int],
+    field: str,
+) -> None:
+    rig: EngineRig = make_rig(models.lm("Llama"), eos_ids=frozenset(eos_ids))
+    case = Constrained(fields=fields, accepts=lambda text: True)
+    (answer,) = await rig.run(searching(rng, case))
+    assert isinstance(answer, InvalidRequest) and answer.field == field, answer

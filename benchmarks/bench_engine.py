@@ -23,7 +23,7 @@ from stemserve.service.bench.client_pool import ClientFailed
 from stemserve.service.bench.facts import facts, results_file
 from stemserve.service.bench.models import SHAPES
 from stemserve.service.bench.open_loop import OpenLoop
-from stemserve.service.bench.rows import BASELINES, Row, chosen
+from stemserve.service.bench.rows import BASELINES, UNSHARED, Row, chosen
 from stemserve.service.bench.run import report, run
 from stemserve.service.bench.server_process import ServerFailed
 from stemserve.service.bench.suite import SuitePlan
@@ -125,9 +125,9 @@ def main() -> int:
     options = parse_options()
     options.rows = options.rows or []
     if options.list:
-        print(*(row.name for row in (*BASELINES, OpenLoop())), sep="\n")
+        print(*(row.name for row in (*BASELINES, *UNSHARED, OpenLoop())), sep="\n")
         return 0
-    rows = chosen(BASELINES, options.rows)
+    rows = chosen((*BASELINES, *UNSHARED), options.rows)
     console = Console(stderr=True)
     with ExitStack() as stack:
         work = Path(stack.enter_context(tempfile.TemporaryDirectory()))

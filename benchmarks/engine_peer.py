@@ -22,7 +22,7 @@ import numpy as np
 
 from stemserve.service.bench.measured import rounded
 from stemserve.service.bench.peer import Peer, PeerRow
-from stemserve.service.bench.rows import DecodeRow, Row, ScoreRow
+from stemserve.service.bench.rows import DecodeRow, Row, ScoreRow, UnsharedRow
 from stemserve.service.bench.tokens import TokenSource
 
 STOP_S = 10.0
@@ -69,6 +69,8 @@ class EnginePeer:
         try:
             if isinstance(row, ScoreRow):
                 return self._score(row, tokens)
+            if isinstance(row, UnsharedRow):
+                return self._unshared(row, tokens)
             return self._decode(row, tokens)
         except (PeerFailed, OSError) as error:
             return PeerRow(peer=self._name, peer_ms=None, why=str(error))
@@ -100,7 +102,22 @@ class EnginePeer:
             one = self._ask(**asked, own=other, new_tokens=1)
             answers.append(self._ask(**asked, own=work.own.tolist(), new_tokens=row.new_tokens))
             seconds.append((answers[-1]["seconds"] - one["seconds"]) / (row.new_tokens - 1))
+        if median(seconds[1:]) <= 0:
+            why = f"{row.new_tokens} tokens took no longer than one: the machine is not quiet"
+            return PeerRow(peer=self._name, peer_ms=None, why=why)
         return self._row(seconds[1:], answers[0], (row.requests,))
+
+    def _unshared(self, row: UnsharedRow, tokens: TokenSource) -> PeerRow:
+        answers = [
+            self._ask(
+                kind="decode",
+                prefix=[],
+                own=tokens.unshared_round(row, number).own.tolist(),
+                new_tokens=row.new_tokens,
+            )
+            for number in range(1 + self._rounds)
+        ]
+        return self._row([a["seconds"] for a in answers[1:]], answers[0], (row.requests,))
 
     def _row(self, seconds: list[float], first: dict[str, Any], shape: tuple[int, ...]) -> PeerRow:
         return PeerRow(

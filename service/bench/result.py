@@ -1,4 +1,4 @@
-"""The result file: an entry a row, the open loop, and a summary."""
+"""The result file: an entry a row of the tables, rows without sharing, the open loop, a summary."""
 
 import csv
 import json
@@ -12,6 +12,7 @@ from stemserve.service.bench.agreement import compare
 from stemserve.service.bench.measured import MeasuredRow, rounded
 from stemserve.service.bench.open_loop import Level, OpenLoop, best
 from stemserve.service.bench.peer import PeerRow
+from stemserve.service.bench.rows import LEAST_THROUGHPUT, DecodeRow, ScoreRow, UnsharedRow
 
 Entry = dict[str, Any]
 
@@ -35,12 +36,16 @@ COLUMNS = (
 class Result:
     facts: Mapping[str, Any]
     rows: list[Entry] = field(default_factory=list[Entry])
+    unshared: list[Entry] = field(default_factory=list[Entry])
     open_loop: Entry | None = None
     notes: list[str] = field(default_factory=list[str])  # of servers that did not start
     left_out: list[str] = field(default_factory=list[str])  # rows for which there was no time
 
     def add_row(self, ours: MeasuredRow, peer: PeerRow) -> Entry:
-        self.rows.append(entry(ours, peer))
+        if isinstance(ours.row, UnsharedRow):
+            self.unshared.append(unshared_entry(ours, ours.row, peer))
+            return self.unshared[-1]
+        self.rows.append(table_entry(ours, ours.row, peer))
         return self.rows[-1]
 
     def add_open_loop(self, loop: OpenLoop, levels: Sequence[Level]) -> None:
@@ -65,7 +70,7 @@ class Result:
             "items_per_s_at_p99_500ms": loop["items_per_s_at_p99_500ms"] if loop else None,
             "rows_measured": sum(row["ours_ms"] is not None for row in self.rows),
             "rows_measured_at_goal": sum(bool(row["at_goal"]) for row in self.rows),
-            "failures": sum(row["failures"] for row in self.rows),
+            "failures": sum(row["failures"] for row in (*self.rows, *self.unshared)),
         }
 
     def write(self, path: Path) -> None:
@@ -75,6 +80,7 @@ class Result:
             **self.facts,
             "summary": self.summary,
             "rows": self.rows,
+            "unshared": self.unshared,
             "open_loop": self.open_loop,
             "left_out": self.left_out,
             "notes": self.notes,
@@ -85,25 +91,43 @@ class Result:
         with path.with_suffix(".csv").open("w", newline="") as file:
             table: csv.DictWriter[str] = csv.DictWriter(file, COLUMNS, extrasaction="ignore")
             table.writeheader()
-            table.writerows(self.rows)
+            table.writerows([*self.rows, *self.unshared])
 
 
-def entry(ours: MeasuredRow, peer: PeerRow) -> Entry:
-    row, times = ours.row, ours.times
-    peer_ms, why, agreement = _checked(ours, peer)
+def table_entry(ours: MeasuredRow, row: ScoreRow | DecodeRow, peer: PeerRow) -> Entry:
     at_goal = None
     if row.goal_ms is not None and ours.ours_ms is not None:
         at_goal = ours.ours_ms <= row.goal_ms and not ours.failures
+    goal: Entry = {"floor_ms": row.floor_ms, "goal_ms": row.goal_ms, "at_goal": at_goal}
+    unit = "ms a call" if isinstance(row, ScoreRow) else "ms a token"
+    return _entry(ours, peer, unit, goal)
+
+
+def unshared_entry(ours: MeasuredRow, row: UnsharedRow, peer: PeerRow) -> Entry:
+    """The goal is a share of the peer's throughput."""
+    found = _entry(ours, peer, "ms for all of it", {"goal_ms": None, "at_goal": None})
+    tokens = row.all_new_tokens * 1e3
+    for name in ("ours", "peer"):
+        taken_ms = found[f"{name}_ms"]
+        found[f"{name}_tokens_per_s"] = rounded(tokens / taken_ms) if taken_ms else None
+    if found["peer_ms"]:
+        found["goal_ms"] = rounded(found["peer_ms"] / LEAST_THROUGHPUT)
+        at_goal = found["speedup"] is not None and found["speedup"] >= LEAST_THROUGHPUT
+        found["at_goal"] = at_goal and not ours.failures
+    return found
+
+
+def _entry(ours: MeasuredRow, peer: PeerRow, unit: str, goal: Entry) -> Entry:
+    times = ours.times
+    peer_ms, why, agreement = _checked(ours, peer)
     return {
-        "name": row.name,
-        "unit": "ms a call" if hasattr(row, "items") else "ms a token",
+        "name": ours.row.name,
+        "unit": unit,
         "ours_ms": ours.ours_ms,
         "peer": peer.peer,
         "peer_ms": peer_ms,
         "why_no_peer": why,
-        "floor_ms": row.floor_ms,
-        "goal_ms": row.goal_ms,
-        "at_goal": at_goal,
+        **goal,
         "speedup": rounded(peer_ms / ours.ours_ms) if peer_ms and ours.ours_ms else None,
         "failures": ours.failures,
         "first_failure": ours.first_failure,

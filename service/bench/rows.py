@@ -1,4 +1,7 @@
-"""The rows of the two tables of baselines: what is called, its floor and its goal on one H200."""
+"""The rows of the two tables of baselines: what is called, its floor and its goal on one H200.
+
+Beside them rows of requests that share nothing, where ours has only not to lose.
+"""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -45,7 +48,28 @@ class DecodeRow:
         return f"decode {self.model} {self.prefix_tokens}/{self.requests}"
 
 
-Row = ScoreRow | DecodeRow
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UnsharedRow:
+    """Requests at the same moment with prompts that have nothing in common."""
+
+    model: str
+    prompt_tokens: int = 1024
+    requests: int = 32
+    new_tokens: int = 128
+
+    @property
+    def name(self) -> str:
+        return f"unshared {self.model} {self.prompt_tokens}+{self.new_tokens}/{self.requests}"
+
+    @property
+    def all_new_tokens(self) -> int:
+        return self.requests * self.new_tokens
+
+
+TableRow = ScoreRow | DecodeRow
+Row = TableRow | UnsharedRow
+
+LEAST_THROUGHPUT = 0.9  # of a peer's, where nothing is shared
 
 _SCORES = (
     # model, prefix, item tokens, items, calls, floor, goal
@@ -69,7 +93,7 @@ _DECODES = (
     ("4B", 8192, 128, 2.4, 5.0),
     ("4B", 50000, 16, 3.6, 4.8),
 )
-BASELINES: tuple[Row, ...] = (
+BASELINES: tuple[TableRow, ...] = (
     *(
         ScoreRow(
             model=model,
@@ -89,6 +113,9 @@ BASELINES: tuple[Row, ...] = (
         for model, prefix, requests, floor, goal in _DECODES
     ),
 )
+
+
+UNSHARED = tuple(UnsharedRow(model=model) for model in ("0.6B", "4B"))
 
 
 class Named(Protocol):
@@ -114,4 +141,9 @@ def for_server(model: str, rows: Sequence[Row], names: Mapping[str, str]) -> tup
             return tuple(row for row in rows if row.model == key)
     first = next(iter(names))
     mine = [row for row in rows if row.model == first]
-    return tuple(replace(row, model=model, floor_ms=None, goal_ms=None) for row in mine)
+    return tuple(
+        replace(row, model=model)
+        if isinstance(row, UnsharedRow)
+        else replace(row, model=model, floor_ms=None, goal_ms=None)
+        for row in mine
+    )

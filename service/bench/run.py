@@ -65,15 +65,19 @@ def report(result: Result, console: Console) -> None:
     for name in ("row", "ours", "peer", "floor", "goal", "p99", "outside engine", "failures"):
         is_name = name == "row"
         table.add_column(name, justify="left" if is_name else "right", no_wrap=is_name)
-    for row in result.rows:
-        shown = (row["ours_ms"], row["peer_ms"], row["floor_ms"], row["goal_ms"], row["p99_ms"])
+    for row in (*result.rows, *result.unshared):
+        names = ("ours_ms", "peer_ms", "floor_ms", "goal_ms", "p99_ms")
+        shown = [row.get(name) for name in names]
         cells = [*shown, row.get("outside_engine_ms"), row["failures"]]
         table.add_row(
             row["name"],
             *("-" if cell is None else f"{cell:g}" for cell in cells),
             style=None if row["at_goal"] in (True, None) else "yellow",
         )
-    console.print("milliseconds: a call of a Score row, a token of a Generate row", style="dim")
+    console.print(
+        "milliseconds: a call of a Score row, a token of a Generate row, all of an unshared row",
+        style="dim",
+    )
     console.print(table)
     if result.open_loop:
         for level in result.open_loop["levels"]:

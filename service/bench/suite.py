@@ -14,11 +14,12 @@ from stemserve.service.bench.models import SHAPES
 from stemserve.service.bench.open_loop import OpenLoop, measure_open_loop
 from stemserve.service.bench.peer import Peer, PeerRow, StartPeer
 from stemserve.service.bench.result import Entry, Result
-from stemserve.service.bench.rows import Row, ScoreRow
+from stemserve.service.bench.rows import Row, ScoreRow, UnsharedRow
 from stemserve.service.bench.score_bench import measure_score
 from stemserve.service.bench.server_process import START_S, ServerFailed, running_server
 from stemserve.service.bench.target import FULL, Repeats, Target, describe
 from stemserve.service.bench.tokens import TokenSource
+from stemserve.service.bench.unshared_bench import measure_unshared
 from stemserve.service.client_errors import ClientError
 
 NO_PEER = PeerRow(peer="none", peer_ms=None, why="no peer was asked for (--peer)")
@@ -202,6 +203,8 @@ def measure(target: Target, row: Row) -> MeasuredRow:
     try:
         if isinstance(row, ScoreRow):
             return measure_score(target, row)
+        if isinstance(row, UnsharedRow):
+            return measure_unshared(target, row)
         return measure_decode(target, row)
     except ClientError as error:
         return failed(row, str(error))

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from stemserve.proto.v1 import inference_pb2
-from stemserve.service.bench.rows import DecodeRow, Row, ScoreRow
+from stemserve.service.bench.rows import DecodeRow, Row, ScoreRow, UnsharedRow
 from stemserve.service.client import token_blob
 from stemserve.service.request import Int32
 
@@ -80,6 +80,12 @@ class TokenSource:
         return DecodeRound(
             prefix=self._ids(self._rng(row, -1), row.prefix_tokens),
             own=self._ids(self._rng(row, number), row.requests, row.own_tokens),
+        )
+
+    def unshared_round(self, row: UnsharedRow, number: int) -> DecodeRound:
+        return DecodeRound(
+            prefix=np.empty(0, dtype=np.int32),
+            own=self._ids(self._rng(row, number), row.requests, row.prompt_tokens),
         )
 
     def _rng(self, row: Row, number: int) -> np.random.Generator:

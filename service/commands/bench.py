@@ -15,7 +15,7 @@ from stemserve.service.bench.client_pool import ClientFailed
 from stemserve.service.bench.facts import facts, results_file
 from stemserve.service.bench.models import SHAPES
 from stemserve.service.bench.open_loop import OpenLoop
-from stemserve.service.bench.rows import BASELINES, Row, chosen, for_server
+from stemserve.service.bench.rows import BASELINES, UNSHARED, Row, chosen, for_server
 from stemserve.service.bench.run import report, run
 from stemserve.service.bench.server_process import ServerFailed
 from stemserve.service.bench.suite import Running, SuitePlan
@@ -35,8 +35,9 @@ def bench(
     suite: Annotated[
         SuiteName,
         typer.Option(
-            help="baselines: every row (Score calls with new prefixes, Generate over a stored one) "
-            "and the open loop. open-loop: calls at random moments, at a rising rate."
+            help="baselines: every row (Score calls with new prefixes, Generate over a stored one, "
+            "Generate without anything shared) and the open loop. "
+            "open-loop: calls at random moments, at a rising rate."
         ),
     ] = SuiteName.BASELINES,
     rows: Annotated[
@@ -96,11 +97,12 @@ def bench(
       stemserve bench --suite open-loop --server 127.0.0.1:50051 --output mine.json
     """
     loop = OpenLoop(seconds=QUICK_SECONDS) if quick else OpenLoop()
+    every_row = (*BASELINES, *UNSHARED)
     if list_rows:
-        print(*(row.name for row in (*BASELINES, loop)), sep="\n")
+        print(*(row.name for row in (*every_row, loop)), sep="\n")
         return
     only_loop = suite is SuiteName.OPEN_LOOP
-    wanted: tuple[Row, ...] = () if only_loop else chosen(BASELINES, rows or ())
+    wanted: tuple[Row, ...] = () if only_loop else chosen(every_row, rows or ())
     loops = (loop,) if only_loop else chosen((loop,), rows or ())
     if not wanted and not loops:
         fail(f"no row is named {', '.join(rows or ())}; --list prints the names")

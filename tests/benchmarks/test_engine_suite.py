@@ -12,13 +12,14 @@ from tests.benchmarks.toy_vllm import write_toy
 from stemserve.service.bench.models import SHAPES
 from stemserve.service.bench.open_loop import OpenLoop
 from stemserve.service.bench.result import Entry, Result
-from stemserve.service.bench.rows import DecodeRow, ScoreRow
+from stemserve.service.bench.rows import DecodeRow, ScoreRow, UnsharedRow
 from stemserve.service.bench.suite import Suite, SuitePlan
 from stemserve.service.bench.target import Repeats
 
 ROWS = (
     ScoreRow(model="0.6B", prefix_tokens=7, item_tokens=3, items=4, calls=2, goal_ms=60_000),
-    DecodeRow(model="4B", prefix_tokens=6, requests=2, new_tokens=4, goal_ms=60_000),
+    DecodeRow(model="4B", prefix_tokens=6, requests=2, new_tokens=40, goal_ms=60_000),
+    UnsharedRow(model="4B", prompt_tokens=9, requests=3, new_tokens=5),
 )
 LOOP = OpenLoop(
     shared_tokens=5, own_tokens=3, items=2, first_items_per_s=20, most_items_per_s=20, seconds=0.5
@@ -74,7 +75,8 @@ def run(folders: Path, tmp_path: Path, **settings: object) -> tuple[Result, list
 def test_servers_of_all_models_and_their_peers_run_together(folders: Path, tmp_path: Path) -> None:
     result, done = run(folders, tmp_path)
     assert [row["name"] for row in done] == [row.name for row in ROWS]
-    assert result.rows == done and not result.notes
+    assert [*result.rows, *result.unshared] == done and not result.notes
+    assert len(result.unshared) == 1 and result.unshared[0]["ours_tokens_per_s"] > 0
     for row in done:
         assert row["ours_ms"] > 0 and not row["failures"], row["first_failure"]
         # The toy has other scores, which is what it is for: its times do not count.

@@ -6,6 +6,7 @@ from pathlib import Path
 PACKAGE = '''
 """A toy."""
 
+import time
 from types import SimpleNamespace
 
 __version__ = "0.0.toy"
@@ -22,6 +23,7 @@ class LLM:
             raise ValueError("no such load format")
 
     def generate(self, prompts, params, use_tqdm):
+        time.sleep(params.max_tokens * 1e-3)
         return [self._output(prompt["prompt_token_ids"], params) for prompt in prompts]
 
     def _output(self, tokens, params):

@@ -183,4 +183,4 @@ def test_the_command_lists_the_rows(stemserve_command: Words) -> None:
         stemserve_command("bench", "--list"), capture_output=True, text=True, timeout=PATIENCE_S
     )
     assert "decode 4B 50000/16" in done.stdout.splitlines()
-    assert len(done.stdout.splitlines()) == 17
+    assert len(done.stdout.splitlines()) == 19

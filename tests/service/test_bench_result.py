@@ -16,7 +16,7 @@ from stemserve.service.bench.measured import MeasuredRow, Percentiles, percentil
 from stemserve.service.bench.open_loop import Level, OpenLoop, best
 from stemserve.service.bench.peer import PeerRow
 from stemserve.service.bench.result import Result
-from stemserve.service.bench.rows import DecodeRow, ScoreRow
+from stemserve.service.bench.rows import DecodeRow, ScoreRow, UnsharedRow
 from stemserve.service.bench.scrape import parse
 from stemserve.service.bench.token_arrivals import CallFailed, token_arrivals
 
@@ -73,6 +73,20 @@ def test_rows_without_a_peer_say_why_and_do_not_count() -> None:
     assert made.summary["rows"] == 2 and made.summary["rows_at_goal"] == 1
     assert made.summary["rows_measured"] == 3 and made.summary["rows_measured_at_goal"] == 2
     assert made.summary["speedup_geomean"] == pytest.approx(math.sqrt(4 * 1))
+
+
+@pytest.mark.parametrize(("ours_ms", "at_goal"), [(500.0, True), (1100.0, True), (1200.0, False)])
+def test_a_row_without_sharing_may_have_nine_tenths_of_the_peers_throughput(
+    ours_ms: float, at_goal: bool
+) -> None:
+    made = result()
+    row = UnsharedRow(model="m", requests=50, new_tokens=20)
+    entry = made.add_row(replace(ours(ours_ms), row=row), peer(1000.0))
+    assert (entry["ours_tokens_per_s"], entry["at_goal"]) == (
+        pytest.approx(1e6 / ours_ms, rel=1e-3),
+        at_goal,
+    )
+    assert made.unshared == [entry] and not made.rows and made.summary["rows"] == 0
 
 
 def test_a_row_with_failures_is_not_at_its_goal() -> None:

@@ -5,7 +5,15 @@ import pytest
 
 from stemserve.proto.v1 import inference_pb2
 from stemserve.service.bench.models import SHAPES
-from stemserve.service.bench.rows import BASELINES, DecodeRow, ScoreRow, chosen, for_server
+from stemserve.service.bench.rows import (
+    BASELINES,
+    UNSHARED,
+    DecodeRow,
+    ScoreRow,
+    UnsharedRow,
+    chosen,
+    for_server,
+)
 from stemserve.service.bench.tokens import TokenSource
 
 NAMES = {key: shape.name for key, shape in SHAPES.items()}
@@ -40,8 +48,14 @@ def test_a_server_of_a_known_model_keeps_its_rows_with_their_goals() -> None:
 def test_a_server_of_another_model_has_the_sizes_without_goals() -> None:
     rows = for_server("mine", BASELINES, NAMES)
     assert len(rows) == sum(row.model == "0.6B" for row in BASELINES)
-    assert all(row.goal_ms is None and row.floor_ms is None for row in rows)
+    assert all(
+        not isinstance(row, UnsharedRow) and row.goal_ms is None and row.floor_ms is None
+        for row in rows
+    )
     assert rows[0].name == "score mine 300/30/10/1"
+    assert [row.name for row in for_server("mine", UNSHARED, NAMES)] == [
+        "unshared mine 1024+128/32"
+    ]
 
 
 @pytest.mark.parametrize("key", SHAPES)

@@ -1,11 +1,27 @@
 """Makes Prometheus instruments with all their series, so that rates do not begin with a gap."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import product
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Metric
+from prometheus_client.registry import Collector
 
 from stemserve.service.metric_labels import OP_PATHS
+
+
+class BeforeScrape(Collector):
+    """Has no metrics: registered first, it brings those of others up to date for each scrape."""
+
+    def __init__(self, update: Callable[[], None]) -> None:
+        """`update` is called by the thread that scrapes."""
+        self._update = update
+
+    def describe(self) -> Iterable[Metric]:
+        return ()
+
+    def collect(self) -> Iterable[Metric]:
+        self._update()
+        return ()
 
 
 class Instruments:

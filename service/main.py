@@ -2,7 +2,6 @@
 
 import asyncio
 import logging
-import queue
 import sys
 import time
 from collections.abc import Callable
@@ -20,6 +19,7 @@ from stemserve.service.batching.batcher import Batcher, BatcherLimits
 from stemserve.service.calls.admin_servicer import AdminServicer
 from stemserve.service.calls.services import SERVICES, Services
 from stemserve.service.config import ServerConfig, ServiceConfig
+from stemserve.service.instruments import BeforeScrape
 from stemserve.service.metrics import Metrics
 from stemserve.service.request import WorkerFacts
 from stemserve.service.serving.admin_port import admin_port
@@ -91,8 +91,9 @@ class _Core:
             return Batcher(facts, replace(limits, max_step_tokens=rows), clock=time.monotonic)
 
         registry = CollectorRegistry()
-        inbox: Inbox = queue.SimpleQueue()
+        inbox = Inbox()
         self.registry = registry
+        registry.register(BeforeScrape(lambda: self.step_loop.observe_results()))
         ProcessCollector(registry=registry)
         self.metrics = Metrics(registry, tuple(config.tenants))
         self.health = Health(SERVICES, note_serving=self.metrics.ready)

@@ -1,9 +1,11 @@
-"""What other threads tell the step loop."""
+"""What other threads tell the step loop, and how."""
 
+from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import dataclass
-from queue import SimpleQueue
+from queue import Empty, SimpleQueue
 from typing import Any, Protocol
 
 from stemserve.proto.v1 import worker_pb2
@@ -86,4 +88,55 @@ class Stop:
 
 
 Command = Submit | Cancel | StopSample | Ask | Attach | Result | Lost | Stop
-Inbox = SimpleQueue[Command]
+Work = Callable[[bool], bool]
+
+
+class Inbox:
+    """Commands in the order in which they came, from any thread.
+
+    The step loop's thread works them off when it is called, or whoever brings some does.
+    """
+
+    def __init__(self) -> None:
+        self._commands: deque[Command] = deque()
+        self._calls: SimpleQueue[None] = SimpleQueue()
+        self._work: Work | None = None
+        self.is_busy = False  # a step is in flight; the step loop says so
+
+    def put(self, command: Command) -> None:
+        self._commands.append(command)
+        self.call()
+
+    def leave(self, command: Command) -> None:
+        """Without a call: to be followed by `work`."""
+        self._commands.append(command)
+
+    def work(self, *, wait: bool) -> None:
+        """Do at once, in the caller's thread, what the step loop would: a wake-up less.
+
+        Where another thread is at it, wait for that, or else leave it to the loop's.
+        """
+        if self._work is None or not self._work(wait):
+            self.call()
+
+    def call(self) -> None:
+        """Wake the step loop's thread."""
+        self._calls.put(None)
+
+    def wait(self, timeout_s: float | None) -> None:
+        """For a call; for the step loop's thread."""
+        with suppress(Empty):
+            self._calls.get(timeout=timeout_s)
+            while True:
+                self._calls.get_nowait()
+
+    @property
+    def has_commands(self) -> bool:
+        return bool(self._commands)
+
+    def next(self) -> Command | None:
+        return self._commands.popleft() if self._commands else None
+
+    def let_others(self, work: Work) -> None:
+        """Have `work` do what the thread would; it says whether it did, and waits if it must."""
+        self._work = work

@@ -1,17 +1,16 @@
-"""Own the batcher on a thread of its own, and keep the worker fed with planned steps.
+"""Own the batcher, and keep the worker fed with planned steps.
 
-The thread sleeps on its inbox. Each time it wakes it takes everything that has come, plans as many
-steps as the worker may have in flight, and delivers all news to the RPC loop at once. So step k + 1
-is planned and sent while step k runs.
+A turn takes all commands that have come, plans as many steps as the worker may have in flight, and
+delivers all news to the RPC loop at once. So step k + 1 is planned and sent while step k runs. One
+thread at a time has a turn: whoever brings jobs or a result, or else a thread that sleeps on the
+inbox up to the next deadline.
 """
 
 import logging
 import threading
 import time
-from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from queue import Empty
+from functools import partial
 from typing import assert_never
 
 from stemserve.proto.v1 import worker_pb2
@@ -25,6 +24,7 @@ from stemserve.service.request import (
     ScorePart,
     WorkerFacts,
 )
+from stemserve.service.workers.attached_worker import AttachedWorker
 from stemserve.service.workers.step_commands import (
     Ask,
     Attach,
@@ -34,7 +34,6 @@ from stemserve.service.workers.step_commands import (
     Lost,
     Result,
     StepBatcher,
-    StepSink,
     Stop,
     StopSample,
     Submit,
@@ -44,48 +43,11 @@ from stemserve.service.workers.watchdog import StepTimeout, Watchdog
 _log = logging.getLogger(__name__)
 
 
-INT32_BYTES = 4
-
 Deliver = Callable[[list[Event]], None]
 WorkerLost = Callable[[int, str], None]  # generation, reason
 
-
-@dataclass(slots=True, kw_only=True)
-class _Sent:
-    """A plan that the worker has not answered."""
-
-    rows: int
-    steps: int  # of a burst
-    since_s: float
-    limit_s: float
-
-
-@dataclass(slots=True, kw_only=True)
-class _Attached:
-    generation: int
-    worker: StepSink
-    batcher: StepBatcher
-    steps_in_flight: int
-    watchdog: Watchdog
-    sent: deque[_Sent] = field(default_factory=deque[_Sent])  # unanswered plans
-
-    @property
-    def overdue_s(self) -> float | None:
-        """When the oldest unanswered plan is late; the clock of one starts when the one before it
-        has been answered."""
-        return self.sent[0].since_s + self.sent[0].limit_s if self.sent else None
-
-    def send(self, plan: worker_pb2.StepPlan, now: float) -> None:
-        rows, steps = len(plan.token_ids) // INT32_BYTES, max(1, plan.repeat)
-        limit_s = self.watchdog.limit_s(rows, steps)
-        self.sent.append(_Sent(rows=rows, steps=steps, since_s=now, limit_s=limit_s))
-        self.worker.send(plan)
-
-    def answered(self, seconds: float, now: float) -> None:
-        sent = self.sent.popleft()
-        self.watchdog.observe(sent.rows, seconds / sent.steps)
-        if self.sent:
-            self.sent[0].since_s = now
+MOST_UNCOUNTED = 64  # results that wait until somebody asks for the metrics
+NEVER = float("inf")
 
 
 class StepLoop:
@@ -103,18 +65,21 @@ class StepLoop:
         self._make_batcher = make_batcher
         self._observe = observe
         self._watchdog = Watchdog(step_timeout)  # a new worker is as fast as the one before
-        self._attached: _Attached | None = None
-        self._running: dict[str, float] = {}  # request id -> deadline, inf without one
+        self._attached: AttachedWorker | None = None
+        self._running: dict[str, float] = {}  # request id -> deadline, NEVER without one
         self._events: list[Event] = []
-        self._applied: list[worker_pb2.StepResult] = []  # not observed yet
+        self._uncounted: list[worker_pb2.StepResult] = []  # applied, not observed yet
         self._stopping = False
         self._thread: threading.Thread | None = None
+        self._turns = threading.Lock()  # held by the thread whose turn it is
+        self._asleep_until = NEVER
 
     def start(self, *, deliver: Deliver, worker_lost: WorkerLost) -> None:
-        """Both callbacks run on the step loop's thread."""
+        """Both callbacks run on whatever thread has its turn."""
         self._deliver = deliver
         self._worker_lost = worker_lost
         self._thread = threading.Thread(target=self._run, name="step-loop")
+        self._inbox.let_others(self._work)
         self._thread.start()
 
     def stop(self) -> None:
@@ -123,38 +88,70 @@ class StepLoop:
         if self._thread is not None:
             self._thread.join()
 
+    def observe_results(self) -> None:
+        """Nobody waits for what is counted, but who reads it: to be called before that."""
+        with self._turns:
+            self._observe_results()
+
     def _run(self) -> None:
         while not self._stopping:
-            try:
-                self._take_commands()
-                self._check_time()
-                self._plan_steps()
-                self._take_events()
-                self._flush()
-                self._observe_results()
-            except Exception as error:
-                # Whatever it is, the thread goes on: without it every call would hang.
-                _log.exception("fault in the step loop")
-                self._detach(
-                    EngineFault(f"fault in the step loop: {error!r}; report it"),
-                    reason=f"fault in the step loop: {error!r}",
-                )
-            self._flush()
+            self._inbox.wait(self._seconds_to_sleep())
+            with self._turns:
+                self._turn()
 
-    def _take_commands(self) -> None:
-        """Wait for the first command or the next deadline, then take all that have come."""
+    def _work(self, wait: bool) -> bool:
+        """A turn of another thread; False: somebody else has one."""
+        if not self._turns.acquire(blocking=wait):
+            return False
         try:
-            self._take(self._inbox.get(timeout=self._seconds_to_wait()))
-            while True:
-                self._take(self._inbox.get_nowait())
-        except Empty:
-            return
+            self._turn()
+            is_due_early = self._next_moment() < self._asleep_until
+        finally:
+            self._turns.release()
+        if is_due_early:
+            self._inbox.call()
+        return True
 
-    def _seconds_to_wait(self) -> float | None:
-        moments = [deadline for deadline in self._running.values() if deadline < float("inf")]
-        if self._attached is not None and self._attached.overdue_s is not None:
-            moments.append(self._attached.overdue_s)
-        return max(0.0, min(moments) - time.monotonic()) if moments else None
+    def _turn(self) -> None:
+        while (command := self._inbox.next()) is not None:
+            self._guard(partial(self._take, command))
+        self._guard(self._go_on)
+        self._inbox.is_busy = self._attached is not None and len(self._attached.sent) > 0
+        if self._events:
+            events, self._events = self._events, []
+            self._deliver(events)
+        if len(self._uncounted) >= MOST_UNCOUNTED:
+            self._guard(self._observe_results)
+
+    def _guard(self, work: Callable[[], None]) -> None:
+        try:
+            work()
+        except Exception as error:
+            # Whatever it is, turns go on: without them every call would hang.
+            _log.exception("fault in the step loop")
+            self._detach(
+                EngineFault(f"fault in the step loop: {error!r}; report it"),
+                reason=f"fault in the step loop: {error!r}",
+            )
+
+    def _go_on(self) -> None:
+        self._check_time()
+        self._plan_steps()
+        if self._attached is not None:
+            self._add(self._attached.batcher.take_events())  # news that no result brought
+
+    def _seconds_to_sleep(self) -> float | None:
+        with self._turns:
+            self._asleep_until = self._next_moment()
+        if self._asleep_until == NEVER:
+            return None
+        return max(0.0, self._asleep_until - time.monotonic())
+
+    def _next_moment(self) -> float:
+        """When something is due that nobody may bring."""
+        moment = min(self._running.values(), default=NEVER)
+        overdue_s = None if self._attached is None else self._attached.overdue_s
+        return moment if overdue_s is None else min(moment, overdue_s)
 
     def _take(self, command: Command) -> None:
         match command:
@@ -173,7 +170,7 @@ class StepLoop:
                 if self._attached is not None and self._attached.generation == generation:
                     self._attached.answered(result.step_seconds, time.monotonic())
                     self._add(self._attached.batcher.apply(result))
-                    self._applied.append(result)
+                    self._uncounted.append(result)
             case Lost(generation=generation, reason=reason):
                 if self._attached is not None and self._attached.generation == generation:
                     self._detach(NotReady(f"the worker was lost ({reason}); retry"), reason=reason)
@@ -197,7 +194,7 @@ class StepLoop:
             fault = EngineFault(f"fault in the step loop: {error!r}; report it")
             self._events.append(JobFailed(request_id=job.request_id, error=fault))
         else:
-            self._running[job.request_id] = float("inf") if job.deadline is None else job.deadline
+            self._running[job.request_id] = NEVER if job.deadline is None else job.deadline
 
     def _cancel(self, request_id: str) -> None:
         if self._running.pop(request_id, None) is not None and self._attached is not None:
@@ -209,6 +206,7 @@ class StepLoop:
         if self._attached is None:
             ask.reply.set_exception(NotReady("no worker is ready; retry in a moment"))
             return
+        self._observe_results()
         try:
             answer = ask.question(self._attached.batcher)
         except Exception as error:  # it belongs to the one who asked
@@ -223,7 +221,7 @@ class StepLoop:
             _log.exception("cannot plan for this worker")
             self._worker_lost(command.generation, f"cannot plan for it: {error!r}")
             return
-        self._attached = _Attached(
+        self._attached = AttachedWorker(
             generation=command.generation,
             worker=command.worker,
             batcher=batcher,
@@ -269,11 +267,6 @@ class StepLoop:
         if attached is not None:
             self._worker_lost(attached.generation, reason)
 
-    def _take_events(self) -> None:
-        """News that no result brought."""
-        if self._attached is not None:
-            self._add(self._attached.batcher.take_events())
-
     def _add(self, events: list[Event]) -> None:
         for event in events:
             goes_on = isinstance(event, GenerateChunk) and event.usage is None
@@ -282,14 +275,8 @@ class StepLoop:
         self._events += events
 
     def _observe_results(self) -> None:
-        """Nobody waits for this: it comes when the news is out."""
-        applied, self._applied = self._applied, []
-        if applied and self._attached is not None:
+        uncounted, self._uncounted = self._uncounted, []
+        if uncounted and self._attached is not None:
             load = self._attached.batcher.load()
-            for result in applied:
+            for result in uncounted:
                 self._observe(result, load)
-
-    def _flush(self) -> None:
-        if self._events:
-            events, self._events = self._events, []
-            self._deliver(events)

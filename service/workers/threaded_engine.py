@@ -34,6 +34,7 @@ from stemserve.service.workers.step_commands import (
 from stemserve.service.workers.token_stream import MAX_UNREAD_TOKENS, TokenStream
 
 PREDICT_TIMEOUT_S = 30.0
+GATHER_S = 0.001  # that a job waits for others while a step runs; a result ends it
 LOADING = "the model is loading; retry in a moment"
 DRAINING = "the server is shutting down; retry on another one"
 
@@ -45,7 +46,7 @@ T = TypeVar("T")
 class ThreadedEngine:
     """Implements stemserve.service.engine.Engine. Made on the RPC loop, whose thread owns it.
 
-    Only `deliver` is for the step loop's thread.
+    Only `deliver` is for all threads.
     """
 
     def __init__(self, inbox: Inbox, *, max_unread_tokens: int = MAX_UNREAD_TOKENS) -> None:
@@ -59,6 +60,8 @@ class ThreadedEngine:
         self._predict: Predict | None = None
         self._refusal: str | None = LOADING
         self._draining = False
+        self._is_work_due = False  # for jobs that came while nothing ran
+        self._is_gathering = False  # jobs that came while a step runs
         self.generation = 0
 
     @property
@@ -89,13 +92,13 @@ class ThreadedEngine:
     async def score(self, job: ScoreJob) -> ScoreResult:
         future: asyncio.Future[ScoreResult] = self._loop.create_future()
         with self._registered(job, self._scores, future):
-            self._inbox.put(Submit(job=job))
+            self._submit(job)
             return await future
 
     async def score_parts(self, job: ScoreJob) -> AsyncGenerator[ScorePart | ScoreResult, None]:
         stream = PartStream()
         with self._registered(job, self._part_streams, stream):
-            self._inbox.put(Submit(job=job))
+            self._submit(job)
             while True:
                 news = await stream.take()
                 yield news
@@ -112,7 +115,7 @@ class ThreadedEngine:
 
         stream = TokenStream(max_unread_tokens=self._max_unread_tokens, on_overflow=cut)
         with self._registered(job, self._streams, stream):
-            self._inbox.put(Submit(job=job))
+            self._submit(job)
             while True:
                 chunk = await stream.take()
                 yield chunk
@@ -152,8 +155,29 @@ class ThreadedEngine:
         return await self._ask(lambda batcher: batcher.resident_tokens(tokens, realm))
 
     def deliver(self, events: list[Event]) -> None:
-        """Called by the step loop's thread: one wake-up of the RPC loop for all news of a step."""
+        """One wake-up of the RPC loop for all news of a step."""
         self._loop.call_soon_threadsafe(self._dispatch, events)
+
+    def _submit(self, job: Job) -> None:
+        """Jobs of calls that come together are planned together. What is planned beside running
+        work may take long: that is for the step loop's thread, not for this one."""
+        self._inbox.leave(Submit(job=job))
+        if self._inbox.is_busy:
+            if not self._is_gathering:
+                self._is_gathering = True
+                self._loop.call_later(GATHER_S, self._call_step_loop)
+        elif not self._is_work_due:
+            self._is_work_due = True
+            self._loop.call_soon(self._work)
+
+    def _work(self) -> None:
+        self._is_work_due = False
+        self._inbox.work(wait=False)
+
+    def _call_step_loop(self) -> None:
+        self._is_gathering = False
+        if self._inbox.has_commands:
+            self._inbox.call()
 
     async def _ask(self, question: Callable[[StepBatcher], T]) -> T:
         reply: Future[Any] = Future()

@@ -82,7 +82,7 @@ class WorkerSupervisor:
         self._client: WorkerClient | None = None
 
     def worker_lost(self, generation: int, reason: str) -> None:
-        """Called by the step loop's thread, before it fails the worker's jobs."""
+        """Called by a thread at the step loop's work, before it fails the worker's jobs."""
         self._loop.call_soon_threadsafe(self._note_loss, generation, reason)
 
     async def start(self) -> WorkerFacts:
@@ -174,7 +174,8 @@ class WorkerSupervisor:
         self._losses.put_nowait(reason)
 
     def _put_result(self, generation: int, result: worker_pb2.StepResult) -> None:
-        self._inbox.put(Result(generation=generation, result=result))
+        self._inbox.leave(Result(generation=generation, result=result))
+        self._inbox.work(wait=True)
 
     def _put_lost(self, generation: int, reason: str) -> None:
         self._inbox.put(Lost(generation=generation, reason=reason))

@@ -1,6 +1,7 @@
 """A step loop with a batcher that only counts, and a worker that answers when told."""
 
 import queue
+import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from typing import Any
@@ -165,11 +166,12 @@ class Rig:
     """A running step loop with all its ends in the test's hands."""
 
     def __init__(self, *, step_timeout_s: float = 60.0) -> None:
-        self.inbox: Inbox = queue.SimpleQueue()
+        self.inbox = Inbox()
         self.plans: queue.SimpleQueue[worker_pb2.StepPlan] = queue.SimpleQueue()
         self.news: queue.SimpleQueue[list[Event]] = queue.SimpleQueue()
         self.losses: queue.SimpleQueue[tuple[int, str]] = queue.SimpleQueue()
         self.observed: list[int] = []
+        self.senders: list[str] = []  # threads that sent plans
         self.batchers: list[CountingBatcher] = []
         self.loop = StepLoop(
             self.inbox,
@@ -187,6 +189,7 @@ class Rig:
         return self.batchers[-1]
 
     def send(self, plan: worker_pb2.StepPlan) -> None:
+        self.senders.append(threading.current_thread().name)
         self.plans.put(plan)
 
     def attach(self, generation: int = 1, steps_in_flight: int = 2) -> None:

@@ -2,7 +2,6 @@
 
 import asyncio
 import os
-import queue
 import signal
 import time
 from itertools import count
@@ -94,7 +93,7 @@ class Rig:
         max_failed_starts: int = 3,
     ) -> None:
         """The first worker is the first command, and so on; the last command is repeated."""
-        inbox: Inbox = queue.SimpleQueue()
+        inbox = Inbox()
         self._commands = commands
         self._supervising: asyncio.Task[None] | None = None
         self.hosts: list[WorkerProcess] = []

@@ -3,12 +3,13 @@
 from dataclasses import replace
 from pathlib import Path
 
-from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client import CollectorRegistry, Counter, generate_latest
 from tests.service.bigram_engine import BigramEngine, random_bigrams
 from tests.service.serving import BYTE_VOCABULARY, serving
 
 from stemserve.proto.v1 import inference_pb2, worker_pb2
 from stemserve.service.client_errors import ClientError
+from stemserve.service.instruments import BeforeScrape
 from stemserve.service.metrics import Metrics
 from stemserve.service.metrics_page import families, label_values, page
 from stemserve.service.request import JobUsage, Load
@@ -214,3 +215,13 @@ async def test_a_generation_counts_its_tokens_and_times() -> None:
 def test_b57_two_registries_hold_two_sets_of_metrics() -> None:
     Metrics(CollectorRegistry())
     Metrics(CollectorRegistry())
+
+
+def test_what_waits_to_be_counted_is_counted_for_a_scrape() -> None:
+    registry = CollectorRegistry()
+    waiting: list[float] = []
+    registry.register(BeforeScrape(lambda: late.inc(waiting.pop())))
+    late = Counter("late", "Counted when somebody asks", registry=registry)
+    waiting.append(3.0)
+    assert b"late_total 3.0" in generate_latest(registry)
+    assert not waiting

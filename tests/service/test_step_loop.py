@@ -1,11 +1,13 @@
 """The step loop's thread: what it plans, delivers and gives up."""
 
+import threading
 import time
 from collections.abc import Iterator
 
 import pytest
 from tests.service.step_loop_rig import PATIENCE_S, Rig, facts, job
 
+from stemserve.proto.v1 import worker_pb2
 from stemserve.service.errors import DeadlinePassed, EngineFault, NotReady, QueueFull
 from stemserve.service.request import (
     Event,
@@ -15,7 +17,10 @@ from stemserve.service.workers.step_commands import (
     Attach,
     Cancel,
     Lost,
+    Result,
+    Submit,
 )
+from stemserve.service.workers.step_loop import MOST_UNCOUNTED
 
 
 @pytest.fixture
@@ -61,6 +66,80 @@ def test_all_events_of_a_step_are_delivered_at_once(rig: Rig) -> None:
     assert [event.request_id for event in rig.next_news()] == ["a", "b"]
     rig.ask(lambda batcher: batcher.load())  # results are observed before what comes later
     assert rig.observed == [0, 1]
+
+
+def test_who_brings_jobs_or_a_result_plans_the_next_step(rig: Rig) -> None:
+    rig.attach(steps_in_flight=1)
+    rig.ask(lambda batcher: None)
+    for request_id in ("a", "b"):
+        rig.inbox.leave(Submit(job=job(request_id, tokens=2)))
+    assert rig.plans.empty()
+    rig.inbox.work(wait=False)
+    assert rig.plans.get_nowait().step_id == 0
+    rig.inbox.leave(Result(generation=1, result=worker_pb2.StepResult(step_id=0)))
+    rig.inbox.work(wait=True)
+    assert rig.plans.get_nowait().step_id == 1
+    assert rig.batchers[0].steps == [["a", "b"]] * 2
+    assert set(rig.senders) == {threading.current_thread().name}
+
+
+def test_a_turn_that_another_thread_has_takes_over_what_is_brought_meanwhile(rig: Rig) -> None:
+    rig.attach(steps_in_flight=1)
+    entered, go_on = threading.Event(), threading.Event()
+
+    def hold(batcher: object) -> None:
+        entered.set()
+        assert go_on.wait(PATIENCE_S)
+
+    asking = threading.Thread(target=rig.ask, args=(hold,))
+    asking.start()
+    assert entered.wait(PATIENCE_S)
+    rig.inbox.leave(Submit(job=job("a")))
+    rig.inbox.work(wait=False)  # returns at once
+    assert rig.plans.empty()
+    go_on.set()
+    asking.join()
+    assert rig.next_plan() == 0
+    assert rig.senders == ["step-loop"]
+
+
+def test_commands_brought_by_threads_at_once_are_all_worked_off(rig: Rig) -> None:
+    rig.attach(steps_in_flight=1)
+    names = [[f"{caller}-{number}" for number in range(50)] for caller in range(4)]
+
+    def bring(caller: int) -> None:
+        for name in names[caller]:
+            if caller % 2:
+                rig.inbox.put(Submit(job=job(name)))
+            else:
+                rig.inbox.leave(Submit(job=job(name)))
+                rig.inbox.work(wait=caller == 0)
+
+    threads = [threading.Thread(target=bring, args=(caller,)) for caller in range(4)]
+    for thread in threads:
+        thread.start()
+    done: list[str] = []
+    while len(done) < 200:
+        rig.answer(rig.next_plan())
+        done += [event.request_id for event in rig.next_news()]
+    for thread in threads:
+        thread.join()
+    assert sorted(done) == sorted(name for caller in names for name in caller)
+    for caller in names:  # what one thread brings stays in order
+        assert [name for name in done if name in caller] == caller
+
+
+def test_results_are_observed_when_somebody_wants_to_know_or_many_have_come(rig: Rig) -> None:
+    rig.attach(steps_in_flight=1)
+    rig.submit(job("a", tokens=MOST_UNCOUNTED + 3))
+    for number in range(MOST_UNCOUNTED + 2):
+        rig.answer(rig.next_plan())
+        rig.next_news()
+        if number == 1:
+            rig.loop.observe_results()
+            assert rig.observed == [0, 1]
+    rig.next_plan()
+    assert rig.observed == list(range(MOST_UNCOUNTED + 2))
 
 
 def test_without_a_worker_jobs_and_questions_get_not_ready(rig: Rig) -> None:
@@ -149,6 +228,16 @@ def test_a_job_ends_at_its_deadline_without_any_other_news(rig: Rig) -> None:
     rig.submit(job("a", tokens=5, deadline=time.monotonic() + 0.1))
     assert isinstance(failures(rig.next_news())["a"], DeadlinePassed)
     assert rig.ask(lambda batcher: batcher.load()).running_requests == 0
+
+
+def test_a_deadline_of_a_job_that_another_thread_took_in_wakes_the_loop(rig: Rig) -> None:
+    rig.attach(steps_in_flight=1)
+    rig.submit(job("a"))
+    rig.next_plan()
+    rig.ask(lambda batcher: None)
+    rig.inbox.leave(Submit(job=job("b", deadline=time.monotonic() + 0.05)))
+    rig.inbox.work(wait=True)
+    assert isinstance(failures(rig.next_news())["b"], DeadlinePassed)
 
 
 def test_news_that_no_result_brought_is_delivered_too(rig: Rig) -> None:

@@ -1,7 +1,6 @@
 """Noticing a step loop that hangs."""
 
 import asyncio
-import queue
 from concurrent.futures import Future
 
 from stemserve.service.errors import NotReady
@@ -21,15 +20,17 @@ LOAD = Load(
 )
 
 
-def next_reply(inbox: Inbox) -> Future[Load]:
-    command = inbox.get(timeout=30.0)
+def next_reply(inbox: Inbox) -> Future[Load] | None:
+    command = inbox.next()
+    if command is None:
+        return None
     assert isinstance(command, Ask)
     assert command.reply.set_running_or_notify_cancel() or command.reply.cancelled()
     return command.reply
 
 
 async def test_b55_a_step_loop_that_hangs_ends_readiness_and_liveness_until_it_answers() -> None:
-    inbox: Inbox = queue.SimpleQueue()
+    inbox = Inbox()
     serving: list[bool] = []
     health = Health([], note_serving=serving.append)
     health.open()
@@ -44,16 +45,15 @@ async def test_b55_a_step_loop_that_hangs_ends_readiness_and_liveness_until_it_a
         assert not health.serving
         while not health.serving:
             await asyncio.sleep(0)
-            if inbox.qsize():
-                reply = next_reply(inbox)
-                if not reply.cancelled():
-                    reply.set_result(LOAD)
+            reply = next_reply(inbox)
+            if reply is not None and not reply.cancelled():
+                reply.set_result(LOAD)
     watching.cancel()
     assert seen == [LOAD]
 
 
 async def test_a_step_loop_without_a_worker_is_alive() -> None:
-    inbox: Inbox = queue.SimpleQueue()
+    inbox = Inbox()
     health = Health([], note_serving=lambda serving: None)
     watching = asyncio.create_task(
         watch_step_loop(
@@ -61,9 +61,9 @@ async def test_a_step_loop_without_a_worker_is_alive() -> None:
         )
     )
     for _ in range(3):
-        while not inbox.qsize():
+        while (reply := next_reply(inbox)) is None:
             await asyncio.sleep(0.001)
-        next_reply(inbox).set_exception(NotReady("no worker"))
+        reply.set_exception(NotReady("no worker"))
     assert not watching.done()
     health.open()
     health.set_worker_ready(True)

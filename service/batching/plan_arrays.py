@@ -7,9 +7,16 @@ from numpy.typing import NDArray
 
 from stemserve.service.request import Float32, Int32
 
+INT32_BYTES = 4
+
 
 def pack_int32(values: Sequence[int] | NDArray[np.integer]) -> bytes:
     return np.asarray(values, dtype="<i4").tobytes()
+
+
+def repeated_int32(value: int, count: int) -> bytes:
+    """A packed blob of one value."""
+    return value.to_bytes(INT32_BYTES, "little", signed=True) * count
 
 
 def pack_float32(values: Float32) -> bytes:

@@ -45,10 +45,31 @@ class ForestMemory:
         self._shape = _Shape([], page_size)
 
     def build(self, chains: Sequence[StoredChain]) -> PrefixForest:
+        if chains and _are_one(chains):
+            return _one_node(chains[0], len(chains), self._page_size)
         keys = [chain.own_key for chain in chains]
         if keys != self._keys or b"" in keys:
             self._keys, self._shape = keys, _Shape(chains, self._page_size)
         return self._shape.fill(chains, self._page_size)
+
+
+def _are_one(chains: Sequence[StoredChain]) -> bool:
+    """All segments of the step read the same: a context and its items, say."""
+    first = chains[0]
+    return not first.own_key and all(
+        chain.pages is first.pages and chain.tokens == first.tokens for chain in chains
+    )
+
+
+def _one_node(chain: StoredChain, chains: int, page_size: int) -> PrefixForest:
+    pages = -(-chain.tokens // page_size)
+    return PrefixForest(
+        node_parent=np.array((-1,), np.int32),
+        node_page_indptr=np.array((0, pages), np.int32),
+        node_pages=chain.pages[:pages],
+        node_tokens=np.array((chain.tokens,), np.int32),
+        chain_node=np.zeros(chains, np.int32),
+    )
 
 
 class _Key(NamedTuple):

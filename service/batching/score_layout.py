@@ -20,6 +20,7 @@ class Reads:
     indptr: Int32  # [gathers + 1] into ids
     ids: Int32
     id_index: Int32  # [ids] in the job
+    as_sent: bool = False  # `index`, `unit` and `id_index` count from 0, one by one
 
     def within(self, first_row: int, end_row: int) -> tuple[int, int]:
         """The gathers at rows first_row .. end_row - 1."""
@@ -64,8 +65,10 @@ NO_READS = Reads(
 
 def lay_out(job: ScoreJob) -> ScoreLayout:
     """Raises RequestError for a job that reads what is not there."""
-    lengths = np.array([len(context) for context in job.contexts], np.int32)
     unit_lengths = job.unit_indptr[1:] - job.unit_indptr[:-1]
+    if _is_plain(job, unit_lengths):
+        return _as_sent(job, unit_lengths)
+    lengths = np.array([len(context) for context in job.contexts], np.int32)
     at_context = job.gather_offset < 0
     _check(job, lengths, unit_lengths, at_context)
     order, place = _by_context(job.unit_context)
@@ -89,6 +92,48 @@ def lay_out(job: ScoreJob) -> ScoreLayout:
         item_reads=_reads(job, gather_row, ~at_context),
         context_reads=_reads(job, job.unit_context[job.gather_unit], at_context),
         prompt_tokens=context_tokens + len(job.unit_tokens),
+    )
+
+
+def _is_plain(job: ScoreJob, unit_lengths: Int32) -> bool:
+    """Each unit continues one context and is read once, after its last token."""
+    units = len(unit_lengths)
+    return (
+        len(job.contexts) == 1
+        and len(job.gather_unit) == units > 0
+        and not job.classify
+        and not job.unit_indptr[0]
+        # Bytes are compared without a pass for each of the operations.
+        and job.gather_unit.tobytes() == np.arange(units, dtype=np.int32).tobytes()
+        and job.gather_offset.tobytes() == (unit_lengths - np.int32(1)).tobytes()
+        and bool(unit_lengths.all())
+    )
+
+
+def _as_sent(job: ScoreJob, unit_lengths: Int32) -> ScoreLayout:
+    """Of a plain job: all is in order."""
+    units, length, starts = len(unit_lengths), len(job.contexts[0]), job.unit_indptr[:-1]
+    reads = Reads(
+        row=job.unit_indptr[1:] - np.int32(1),
+        index=job.gather_unit,
+        unit=job.gather_unit,
+        indptr=job.gather_indptr,
+        ids=job.gather_ids,
+        id_index=np.arange(len(job.gather_ids), dtype=np.int32),
+        as_sent=True,
+    )
+    return ScoreLayout(
+        row_token=job.unit_tokens,
+        row_offset=np.arange(len(job.unit_tokens), dtype=np.int32) - starts.repeat(unit_lengths),
+        unit_rows=unit_lengths,
+        row_indptr=job.unit_indptr,
+        unit_index=job.gather_unit,
+        context_indptr=np.array((0, units), np.int32),
+        context_lengths=np.array((length,), np.int32),
+        contexts=np.zeros(1, np.int32),
+        item_reads=reads,
+        context_reads=NO_READS,
+        prompt_tokens=units * length + len(job.unit_tokens),
     )
 
 

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from stemserve.service.batching.context_run import ContextRun, RunOptions, StepPieces
+from stemserve.service.batching.context_run import ContextRun, ReadPiece, RunOptions, StepPieces
 from stemserve.service.batching.job_progress import JobProgress, Ticket
 from stemserve.service.batching.kv_cache import KvCache
 from stemserve.service.batching.plan_arrays import join_int32
@@ -97,16 +97,8 @@ class ScoreProgress(JobProgress):
     def deliver(self, outputs: StepOutputs) -> list[Event]:
         pieces = self._pieces.pop(outputs.step_id, StepPieces())
         for read in pieces.reads:
-            first_id, end_id = read.reads.indptr[[read.first, read.end]].tolist()
-            values = outputs.gather_logprobs[read.id_at : read.id_at + end_id - first_id]
-            self._logprobs[read.reads.id_index[first_id:end_id]] = values
-            inside = slice(read.gather_at, read.gather_at + read.end - read.first)
-            self._argmax[read.reads.index[read.first : read.end]] = outputs.gather_argmax[inside]
-            units = read.reads.unit[read.first : read.end]
-            failed = outputs.gather_failed[inside]
-            self._unit_failed[units[failed]] = True
-            np.subtract.at(self._unit_reads, units, 1)
-            if read.node is not None and failed.any():
+            failed = self._take_read(read, outputs)
+            if read.node is not None and failed:
                 self._cache.tree.discard(read.node)
         for piece in pieces.classes:
             if not len(self._class_scores):
@@ -120,6 +112,27 @@ class ScoreProgress(JobProgress):
             run.pending_steps -= 1
         self._drop_finished_runs()
         return self._parts(pieces) if self._job.parts else []
+
+    def _take_read(self, read: ReadPiece, outputs: StepOutputs) -> bool:
+        """Whether some of it was not finite."""
+        reads, first, end = read.reads, read.first, read.end
+        first_id, end_id = int(reads.indptr[first]), int(reads.indptr[end])
+        values = outputs.gather_logprobs[read.id_at : read.id_at + end_id - first_id]
+        inside = slice(read.gather_at, read.gather_at + end - first)
+        units = reads.unit[first:end]
+        if reads.as_sent:  # so that places are slices
+            self._logprobs[first_id:end_id] = values
+            self._argmax[first:end] = outputs.gather_argmax[inside]
+            self._unit_reads[first:end] -= 1
+        else:
+            self._logprobs[reads.id_index[first_id:end_id]] = values
+            self._argmax[reads.index[first:end]] = outputs.gather_argmax[inside]
+            np.subtract.at(self._unit_reads, units, 1)
+        failed = outputs.gather_failed[inside]
+        if not failed.any():
+            return False
+        self._unit_failed[units[failed]] = True
+        return True
 
     def finish(self, now: float) -> Event | None:
         if self._runs or self._num_started < len(self._layout.contexts):

@@ -79,7 +79,11 @@ class StepPlanner:
         return job.cost_tokens > self._limits.short_tokens
 
     def _short_room(self, step: StepBuilder) -> int:
-        """Rows that short jobs of the highest priority could use, up to their part of a step."""
+        """Rows that short jobs of the highest priority could use, up to their part of a step, if
+        there is a long one that would take them."""
+        short_waits, long_waits = self._jobs.waiting.has_short_and_long
+        if not short_waits or not (long_waits or any(map(self._is_long, self._jobs.running))):
+            return 0
         limit, needed = min(self._limits.max_short_rows, step.max_rows // 4), 0
         running = max((job.priority for job in self._jobs.running), default=None)
         for job in self._jobs.waiting.short():
@@ -113,6 +117,8 @@ class StepPlanner:
         if not len(self._jobs.waiting):
             return iter(running)
         waiting = ((job, True) for job in self._jobs.waiting)
+        if not running:
+            return waiting
         # What has started goes on before what waits.
         return merge(running, waiting, key=lambda pair: -pair[0].priority)
 

@@ -6,7 +6,12 @@ from typing import NamedTuple, Protocol
 import numpy as np
 
 from stemserve.proto.v1 import worker_pb2
-from stemserve.service.batching.plan_arrays import indptr_of, join_int32, pack_int32
+from stemserve.service.batching.plan_arrays import (
+    indptr_of,
+    join_int32,
+    pack_int32,
+    repeated_int32,
+)
 from stemserve.service.batching.prefix_forest import ForestMemory, StoredChain
 from stemserve.service.request import Int32
 
@@ -131,11 +136,10 @@ class StepRows:
         plan.positions = pack_int32(join_int32([s.positions for s in segments]))
         plan.kv_slots = pack_int32(join_int32([s.kv_slots for s in segments]))
         plan.segment_indptr = pack_int32(indptr_of(join_int32([s.lengths for s in segments])))
-        counts = np.array([len(s.lengths) for s in segments], np.int32)
-        plan.segment_kind = pack_int32(np.repeat([s.kind for s in segments], counts))
-        kernels = [np.array(self._decodes.kernels, np.int32)]
-        kernels += [np.full(len(s.lengths), s.kernel, np.int32) for s in self._segments]
-        plan.segment_kernel = pack_int32(join_int32(kernels))
+        plan.segment_kind = b"".join(repeated_int32(s.kind, len(s.lengths)) for s in segments)
+        plan.segment_kernel = pack_int32(self._decodes.kernels) + b"".join(
+            repeated_int32(s.kernel, len(s.lengths)) for s in self._segments
+        )
         self._write_forest(plan)
 
     def _add(self, segments: _Segments) -> int:
@@ -169,9 +173,9 @@ class StepRows:
         plan.node_page_indptr = pack_int32(forest.node_page_indptr)
         plan.node_pages = pack_int32(forest.node_pages)
         plan.node_tokens = pack_int32(forest.node_tokens)
-        nodes = [forest.chain_node[: self.num_decodes]]
+        nodes = [pack_int32(forest.chain_node[: self.num_decodes])]
         chain_nodes = iter(forest.chain_node[self.num_decodes :].tolist())
         for segments in self._segments:
             node = -1 if segments.chain is None else next(chain_nodes)
-            nodes.append(np.full(len(segments.lengths), node, np.int32))
-        plan.segment_node = pack_int32(join_int32(nodes))
+            nodes.append(repeated_int32(node, len(segments.lengths)))
+        plan.segment_node = b"".join(nodes)

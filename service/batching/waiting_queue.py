@@ -79,6 +79,13 @@ class WaitingQueue(Generic[Job]):
             counts[1 + (lane.falling_priority < 0) - (lane.falling_priority > 0)] += len(jobs)
         return counts[0], counts[1], counts[2]
 
+    @property
+    def has_short_and_long(self) -> tuple[bool, bool]:
+        return (
+            any(not lane.is_long for lane in self._lanes),
+            any(lane.is_long for lane in self._lanes),
+        )
+
     def __iter__(self) -> Iterator[Job]:
         return self._in_order(sorted(self._lanes))
 
@@ -135,6 +142,9 @@ class WaitingQueue(Generic[Job]):
         self._virtual[tenant] = virtual + self._charge(tenant, tokens)
 
     def _in_order(self, lanes: list[Lane]) -> Iterator[Job]:
+        if len(lanes) == 1:  # as mostly
+            yield from list(self._lanes[lanes[0]])
+            return
         for _, same in groupby(lanes, key=lambda lane: lane.falling_priority):
             yield from self._fair(list(same))
 

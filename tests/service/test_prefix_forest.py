@@ -145,3 +145,15 @@ def test_chains_that_grow_in_their_own_pages_make_the_same_forest_from_memory(se
             assert found.node_tokens[leaf] == wanted.node_tokens[other]
         assert sorted(found.node_pages.tolist()) == sorted(wanted.node_pages.tolist())
         assert (found.node_parent < np.arange(len(found.node_parent))).all()
+
+
+@pytest.mark.parametrize("tokens", [1, 3, PAGE, PAGE + 1, 3 * PAGE])
+@pytest.mark.parametrize("count", [1, 2, 5])
+def test_segments_that_read_the_same_share_one_node(tokens: int, count: int) -> None:
+    pages = np.array([7, 3, 9, 4], np.int32)
+    forest = ForestMemory(PAGE).build([StoredChain(pages, tokens)] * count)
+    wanted = build_forest([StoredChain(pages.copy(), tokens) for _ in range(count)], PAGE)
+    for name in ("node_parent", "node_page_indptr", "node_pages", "node_tokens", "chain_node"):
+        found, other = getattr(forest, name), getattr(wanted, name)
+        assert found.tolist() == other.tolist()
+        assert found.dtype == other.dtype == np.int32

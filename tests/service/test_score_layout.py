@@ -47,6 +47,46 @@ def test_rows_and_reads_lead_back_to_the_job(seed: int) -> None:
     )
 
 
+@pytest.mark.parametrize("seed", range(5))
+def test_one_read_behind_each_item_of_one_context_stays_as_it_was_sent(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    context = random_tokens(0, int(rng.integers(1, 9)))
+    items = [random_tokens(n + 1, int(rng.integers(1, 6))) for n in range(12)]
+    job = label_job("s", [context], items, [3, 5])
+    layout = lay_out(job)
+    assert layout.item_reads.as_sent
+    # The last item twice over is not in order, so that it is laid out as any other job.
+    twice = lay_out(
+        replace(
+            job,
+            gather_unit=np.append(job.gather_unit, np.int32(11)),
+            gather_offset=np.append(job.gather_offset, job.gather_offset[-1]),
+            gather_indptr=np.append(job.gather_indptr, job.gather_indptr[-1] + np.int32(2)),
+            gather_ids=np.append(job.gather_ids, job.gather_ids[-2:]),
+        )
+    )
+    assert not twice.item_reads.as_sent
+    for name in ("row", "index", "unit"):
+        found, wanted = getattr(layout.item_reads, name), getattr(twice.item_reads, name)
+        assert found.tolist() == wanted[:12].tolist()
+    for gather in range(12):
+        assert ids_of(layout.item_reads, gather) == ids_of(twice.item_reads, gather) == [3, 5]
+    names = ["row_token", "row_offset", "unit_rows", "row_indptr", "unit_index", "context_indptr"]
+    for name in [*names, "context_lengths", "contexts", "prompt_tokens"]:
+        found, wanted = getattr(layout, name), getattr(twice, name)
+        assert np.asarray(found).tolist() == np.asarray(wanted).tolist()
+        assert getattr(found, "dtype", None) == getattr(wanted, "dtype", None)
+    assert not len(layout.context_reads.row)
+
+
+def test_an_empty_item_is_read_at_the_end_of_its_context() -> None:
+    job = likelihood_job("s", [[7]], [[1], [2, 3]])
+    layout = lay_out(job)
+    assert layout.unit_rows.tolist() == [0, 1]
+    assert not layout.item_reads.as_sent
+    assert layout.reads_context(0)
+
+
 def test_contexts_without_items_run_only_if_there_are_no_items() -> None:
     contexts = [[1], [2, 3], [4]]
     assert lay_out(label_job("s", contexts, [[5]], [0], [1])).contexts.tolist() == [1]

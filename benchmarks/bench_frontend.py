@@ -35,6 +35,8 @@ STREAMS = (
     Streams(count=64, tokens=64, burst=1),
     Streams(count=64, tokens=64, burst=8),
     Streams(count=1, tokens=64, burst=1),
+    Streams(count=64, tokens=512, burst=1, step_ms=2),
+    Streams(count=1, tokens=512, burst=1, step_ms=2),
 )
 
 Rows = Mapping[str, Mapping[str, Any]]

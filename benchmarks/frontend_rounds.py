@@ -33,10 +33,11 @@ class Streams:
     count: int
     tokens: int
     burst: int  # decode steps that the worker runs at once
+    step_ms: float = 0.0  # that the worker takes for one
 
     @property
     def name(self) -> str:
-        return f"{self.count} streams, bursts of {self.burst}"
+        return f"{self.count} streams, bursts of {self.burst}, {self.step_ms:g} ms a step"
 
 
 class Rounds:
@@ -54,7 +55,9 @@ class Rounds:
             return uvloop.run(_score_rounds(address, pid, call, at_once, rounds))
 
     def generate(self, streams: Streams, *, rounds: int) -> dict[str, Any]:
-        with self._server("--max-burst-steps", str(streams.burst)) as (address, pid):
+        options = ["--max-burst-steps", str(streams.burst)]
+        options += ["--step-seconds", str(1e-3 * streams.step_ms)]
+        with self._server(*options) as (address, pid):
             return uvloop.run(_generate_rounds(address, pid, streams, rounds))
 
     @contextmanager

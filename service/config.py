@@ -83,6 +83,8 @@ class ServerConfig:
     keepalive_timeout_s: float = 20.0  # and has gone if it does not answer
     least_ping_interval_s: float = 10.0  # of clients; each ping before is a strike
     max_ping_strikes: int = 2  # more end the connection; 0: none is counted
+    # Under load a stream's tokens wait so long for others to share their message; 0: never.
+    max_stream_delay_ms: float = 20.0
 
     def __post_init__(self) -> None:
         ports = {"port": self.port, "health_port": self.health_port}
@@ -98,6 +100,8 @@ class ServerConfig:
         for item in fields(self):
             if item.name.endswith("_s"):
                 self._check_seconds(item.name)
+        if not 0 <= self.max_stream_delay_ms <= 1_000:
+            raise ConfigError(f"max_stream_delay_ms {self.max_stream_delay_ms} is not in 0 .. 1000")
         if self.max_ping_strikes < 0:
             raise ConfigError(f"max_ping_strikes {self.max_ping_strikes} must be 0 or more")
 

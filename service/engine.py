@@ -16,6 +16,7 @@ from stemserve.service.request import (
     ScoreResult,
     WorkerFacts,
 )
+from stemserve.service.stream_pace import StreamPace
 
 
 class Engine(Protocol):
@@ -40,8 +41,9 @@ class Engine(Protocol):
         """
         ...
 
-    def generate(self, job: GenerateJob) -> AsyncGenerator[GenerateChunk, None]:
-        """Chunks until the one with usage. Raises as `score`; closing it cancels the job."""
+    def generate(self, job: GenerateJob, pace: StreamPace) -> AsyncGenerator[GenerateChunk, None]:
+        """Chunks until the one with usage, of several steps where `pace` or the reader's delay
+        has it. Raises as `score`; closing it cancels the job."""
         ...
 
     def stop_sample(self, request_id: str, sample: int) -> None:

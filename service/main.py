@@ -97,7 +97,11 @@ class _Core:
         ProcessCollector(registry=registry)
         self.metrics = Metrics(registry, tuple(config.tenants))
         self.health = Health(SERVICES, note_serving=self.metrics.ready)
-        self.engine = ThreadedEngine(inbox, max_unread_tokens=config.limits.max_unread_tokens)
+        self.engine = ThreadedEngine(
+            inbox,
+            max_unread_tokens=config.limits.max_unread_tokens,
+            max_stream_delay_s=config.server.max_stream_delay_ms / 1e3,
+        )
         self.step_loop = StepLoop(
             inbox,
             make_batcher=make_batcher,

@@ -27,6 +27,7 @@ from stemserve.service.metric_labels import (
 )
 from stemserve.service.request import JobTiming, JobUsage, WorkerFacts
 from stemserve.service.step_metrics import StepMetrics
+from stemserve.service.stream_pace import StreamPace
 
 
 class Metrics:
@@ -86,6 +87,13 @@ class Metrics:
         if gaps:
             steps = sum(steps for _, steps in gaps)
             self._tpot.observe(sum(seconds for seconds, _ in gaps) / steps)
+
+    def message_sent(self, pace: StreamPace) -> None:
+        """Of the stream that goes by it; counts what it has joined since the last."""
+        self._messages.inc()
+        self._joined_by_pace.inc(pace.joined_by_pace)
+        self._joined_behind.inc(pace.joined_behind)
+        pace.joined_by_pace = pace.joined_behind = 0
 
     def constraint_looked_up(self, kind: str, *, found: bool) -> None:
         self._constraints.labels(kind, "hit" if found else "miss").inc()
@@ -192,6 +200,14 @@ class Metrics:
             source=("computed", "dedup_in_batch", "hbm"),
         )
         self._output_tokens = make.counter("output_tokens", "Generated tokens")
+        self._messages = make.counter("stream_messages", "Messages of Generate calls")
+        joined = make.counter(
+            "stream_messages_joined",
+            "Tokens of a step that came in a message with those before: to send fewer messages "
+            "(pace), or because the client had not taken the last one (reader)",
+            cause=("pace", "reader"),
+        )
+        self._joined_by_pace, self._joined_behind = joined.labels("pace"), joined.labels("reader")
         self._lookup_tokens = make.counter(
             "prefix_lookup_tokens", "Context and prompt tokens looked up in the prefix cache"
         )

@@ -77,7 +77,7 @@ class InferenceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def Generate(self, request, context):
-        """Generates one or several samples over one prompt; one message a step carries the new tokens of all samples.
+        """Generates one or several samples over one prompt; a message carries the new tokens of all samples, of one step or several.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -119,7 +119,7 @@ class InferenceStub(typing.Generic[_InferenceScoreType, _InferenceScoreStreamTyp
     """Many Score calls on one stream; answers come as they are ready, matched by request_id."""
 
     Generate: _InferenceGenerateType
-    """Generates one or several samples over one prompt; one message a step carries the new tokens of all samples."""
+    """Generates one or several samples over one prompt; a message carries the new tokens of all samples, of one step or several."""
 
 InferenceAsyncStub: typing_extensions.TypeAlias = InferenceStub[
     grpc.aio.UnaryUnaryMultiCallable[
@@ -165,6 +165,6 @@ class InferenceServicer(metaclass=abc.ABCMeta):
         request: stemserve.proto.v1.inference_pb2.GenerateRequest,
         context: _ServicerContext,
     ) -> typing.Union[collections.abc.Iterator[stemserve.proto.v1.inference_pb2.GenerateResponse], collections.abc.AsyncIterator[stemserve.proto.v1.inference_pb2.GenerateResponse]]:
-        """Generates one or several samples over one prompt; one message a step carries the new tokens of all samples."""
+        """Generates one or several samples over one prompt; a message carries the new tokens of all samples, of one step or several."""
 
 def add_InferenceServicer_to_server(servicer: InferenceServicer, server: typing.Union[grpc.Server, grpc.aio.Server]) -> None: ...

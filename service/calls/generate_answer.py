@@ -1,4 +1,4 @@
-"""Make one message of the new tokens that a step brought to the samples of a Generate call."""
+"""Make one message of the new tokens that steps brought to the samples of a Generate call."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -7,6 +7,15 @@ from stemserve.proto.v1 import inference_pb2
 from stemserve.service.calls.score_answer import usage_message
 from stemserve.service.request import GenerateChunk, SampleTokens, TopTokens
 from stemserve.service.text.sample_text import SampleText
+
+
+def sample_texts(
+    request: inference_pb2.GenerateRequest, token_bytes: Sequence[bytes], samples: int
+) -> list[SampleText]:
+    return [
+        SampleText(token_bytes, request.stop, min_new_tokens=request.min_new_tokens)
+        for _ in range(samples)
+    ]
 
 
 class GenerateAnswer:
@@ -20,30 +29,21 @@ class GenerateAnswer:
         self._asks = len(request.logprob_token_ids) > 0
         self._logprobs = request.logprobs or self._top_logprobs > 0
         self._is_search = request.HasField("beam_search")
-        self._samples = [
-            SampleText(token_bytes, request.stop, min_new_tokens=request.min_new_tokens)
-            for _ in range(samples)
-        ]
+        self._samples = sample_texts(request, token_bytes, samples)
         self.output_tokens = 0
 
-    def add(
-        self, chunk: GenerateChunk
-    ) -> tuple[inference_pb2.GenerateResponse | None, tuple[int, ...]]:
-        """The message, if there is news, and the samples that a stop string ended just now."""
+    def add(self, chunk: GenerateChunk) -> inference_pb2.GenerateResponse | None:
+        """The message, if there is news."""
         message = inference_pb2.GenerateResponse(request_id=self._request_id, token_offsets=(0,))
-        stopped = list[int]()
         for sample, news in _by_sample(chunk.news).items():
             if not self._samples[sample].finish:
                 self._add_sample(message, sample, news)
-                if self._samples[sample].stopped_by_text:
-                    stopped.append(sample)
         if chunk.usage is not None:
             usage = replace(chunk.usage, output_tokens=self.output_tokens)
             message.usage.CopyFrom(usage_message(usage))
         if chunk.prompt_logprobs is not None:
             message.prompt_logprobs.extend(chunk.prompt_logprobs.tolist())
-        news_to_send = message.sample_index or chunk.usage is not None
-        return (message if news_to_send else None), tuple(stopped)
+        return message if message.sample_index or chunk.usage is not None else None
 
     def _add_sample(
         self, message: inference_pb2.GenerateResponse, sample: int, news: Sequence[SampleTokens]

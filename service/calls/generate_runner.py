@@ -6,17 +6,20 @@ from collections import Counter
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import replace
+from functools import partial
 from itertools import count
 
 from stemserve.proto.v1 import inference_pb2
 from stemserve.service.caller import Caller
-from stemserve.service.calls.generate_answer import GenerateAnswer
+from stemserve.service.calls.generate_answer import GenerateAnswer, sample_texts
 from stemserve.service.calls.generation import GenerateEncoder
 from stemserve.service.calls.score_runner import passed, timing_message
+from stemserve.service.calls.stop_watch import StopWatch
 from stemserve.service.engine import Engine
 from stemserve.service.errors import EngineFault
 from stemserve.service.metrics import Metrics
 from stemserve.service.request import GenerateChunk, GenerateJob, SampleTokens
+from stemserve.service.stream_pace import StreamPace
 from stemserve.service.text.tokenizer import Tokenizer
 
 Messages = AsyncGenerator[inference_pb2.GenerateResponse, None]
@@ -68,22 +71,29 @@ class GenerateRunner:
         self, request: inference_pb2.GenerateRequest, job: GenerateJob, call: "_RunningCall"
     ) -> Messages:
         answer = GenerateAnswer(request, self._tokenizer.token_bytes, job.num_samples)
-        last = None
-        async with aclosing(self._engine.generate(job)) as chunks:
+        pace, last = self._pace(request, job), None
+        async with aclosing(self._engine.generate(job, pace)) as chunks:
             async for chunk in chunks:
                 call.note(chunk, job.num_samples)
-                message, stopped = answer.add(chunk)
-                for sample in stopped:
-                    self._engine.stop_sample(job.request_id, sample)
+                message = answer.add(chunk)
+                if message is None:
+                    continue
                 if chunk.usage is not None:
                     last = chunk
-                elif message is not None:
-                    yield message
-                if last is not None and message is not None:
                     self._finish(message, job, call, last)
-                    yield message
+                self._metrics.message_sent(pace)
+                yield message
         if last is None:
             raise EngineFault("the engine ended a stream without its usage")
+
+    def _pace(self, request: inference_pb2.GenerateRequest, job: GenerateJob) -> StreamPace:
+        if not request.stop:
+            return StreamPace(least_tokens=request.stream_interval)
+        watch = StopWatch(
+            sample_texts(request, self._tokenizer.token_bytes, job.num_samples),
+            stop=partial(self._engine.stop_sample, job.request_id),
+        )
+        return StreamPace(least_tokens=request.stream_interval, completes=watch.completes)
 
     def _finish(
         self,

@@ -55,11 +55,16 @@ def _check_samples(
     check_count("n", sample_count(request), "max_n", min(limits.max_n, facts.sampler_slots))
     asked_bytes = len(request.logprob_token_ids) * ASKED_BYTES
     token_bytes = TOKEN_ANSWER_BYTES + request.top_logprobs * TOP_BYTES + asked_bytes
-    step_bytes = sample_count(request) * token_bytes * facts.max_burst_steps
+    most_tokens = facts.max_burst_steps + max(0, request.stream_interval - 1)  # of a sample
+    step_bytes = sample_count(request) * token_bytes * most_tokens
     if request.prompt_logprobs:
         step_bytes += min(limits.max_request_tokens, facts.context_tokens) * ASKED_BYTES
     allowed = limits.max_message_bytes
-    check_count("n", step_bytes, "max_message_bytes, for the answer of one step", allowed)
+    check_count("n", step_bytes, "max_message_bytes, for one message of the answer", allowed)
+    waiting = sample_count(request) * request.stream_interval
+    check_count(
+        "stream_interval", waiting, "max_unread_tokens, of all samples", limits.max_unread_tokens
+    )
 
 
 def _check_counts(

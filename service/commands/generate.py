@@ -80,6 +80,12 @@ Stop = Annotated[
 IgnoreEos = Annotated[
     bool, typer.Option("--ignore-eos", help="Go on after the end-of-sequence token.")
 ]
+StreamInterval = Annotated[
+    int,
+    typer.Option(
+        metavar="N", parser=whole_uint32, help="Tokens a message; 0: as the server's load has it."
+    ),
+]
 Logprobs = Annotated[
     bool, typer.Option("--logprobs", help="Also the log-probability of each token.")
 ]
@@ -163,6 +169,7 @@ def generate(
     beams: Beams = 0,
     length_penalty: LengthPenalty = None,
     early_stopping: EarlyStopping = None,
+    stream_interval: StreamInterval = 0,
     priority: Priority = 0,
     kernel: Kernel = None,
     server: Server = SERVER,
@@ -211,6 +218,7 @@ def generate(
         top_logprobs=top_logprobs,
         logprob_token_ids=logprob_token or (),
         prompt_logprobs=prompt_logprobs,
+        stream_interval=stream_interval,
         priority=priority,
         kernel=kernel_value(kernel),
         beam_search=beam_search(beams, length_penalty, early_stopping),

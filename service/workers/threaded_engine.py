@@ -22,6 +22,8 @@ from stemserve.service.request import (
     ScoreResult,
     WorkerFacts,
 )
+from stemserve.service.stream_pace import StreamPace
+from stemserve.service.workers.message_clock import MessageClock
 from stemserve.service.workers.part_stream import PartStream
 from stemserve.service.workers.step_commands import (
     Ask,
@@ -35,6 +37,7 @@ from stemserve.service.workers.token_stream import MAX_UNREAD_TOKENS, TokenStrea
 
 PREDICT_TIMEOUT_S = 30.0
 GATHER_S = 0.001  # that a job waits for others while a step runs; a result ends it
+MESSAGES_A_SECOND = 2_500  # of all streams; each costs this process some 60 us
 LOADING = "the model is loading; retry in a moment"
 DRAINING = "the server is shutting down; retry on another one"
 
@@ -49,9 +52,17 @@ class ThreadedEngine:
     Only `deliver` is for all threads.
     """
 
-    def __init__(self, inbox: Inbox, *, max_unread_tokens: int = MAX_UNREAD_TOKENS) -> None:
+    def __init__(
+        self,
+        inbox: Inbox,
+        *,
+        max_unread_tokens: int = MAX_UNREAD_TOKENS,
+        max_stream_delay_s: float = 0.0,
+    ) -> None:
         self._inbox = inbox
         self._max_unread_tokens = max_unread_tokens
+        self._max_stream_delay_s = max_stream_delay_s
+        self._clock = MessageClock(self._message_delay_s)
         self._loop = asyncio.get_running_loop()
         self._scores: dict[str, asyncio.Future[ScoreResult]] = {}
         self._part_streams: dict[str, PartStream] = {}
@@ -105,7 +116,9 @@ class ThreadedEngine:
                 if isinstance(news, ScoreResult):
                     return
 
-    async def generate(self, job: GenerateJob) -> AsyncGenerator[GenerateChunk, None]:
+    async def generate(
+        self, job: GenerateJob, pace: StreamPace
+    ) -> AsyncGenerator[GenerateChunk, None]:
         reader = asyncio.current_task()
 
         def cut(error: SlowReader) -> None:
@@ -113,7 +126,12 @@ class ThreadedEngine:
             if reader is not None:
                 reader.cancel(error)  # whoever catches it finds the error as its argument
 
-        stream = TokenStream(max_unread_tokens=self._max_unread_tokens, on_overflow=cut)
+        stream = TokenStream(
+            max_unread_tokens=self._max_unread_tokens,
+            pace=pace,
+            clock=self._clock,
+            on_overflow=cut,
+        )
         with self._registered(job, self._streams, stream):
             self._submit(job)
             while True:
@@ -178,6 +196,10 @@ class ThreadedEngine:
         self._is_gathering = False
         if self._inbox.has_commands:
             self._inbox.call()
+
+    def _message_delay_s(self) -> float:
+        """Between two messages of a stream, while there are as many streams as now."""
+        return min(self._max_stream_delay_s, len(self._streams) / MESSAGES_A_SECOND)
 
     async def _ask(self, question: Callable[[StepBatcher], T]) -> T:
         reply: Future[Any] = Future()

@@ -42,6 +42,7 @@ from stemserve.service.request import (
     ScoreResult,
     WorkerFacts,
 )
+from stemserve.service.stream_pace import StreamPace
 from stemserve.service.text.tokenizer import Tokenizer, TokenizerPool
 from stemserve.service.workers.part_stream import PartStream
 from stemserve.service.workers.token_stream import TokenStream
@@ -170,9 +171,11 @@ class InProcessEngine:
         finally:
             del self._part_streams[job.request_id]
 
-    async def generate(self, job: GenerateJob) -> AsyncGenerator[GenerateChunk, None]:
+    async def generate(
+        self, job: GenerateJob, pace: StreamPace
+    ) -> AsyncGenerator[GenerateChunk, None]:
         self._batcher.submit(job)
-        self._streams[job.request_id] = TokenStream()
+        self._streams[job.request_id] = TokenStream(pace=pace)
         try:
             while True:
                 chunk = await self._streams[job.request_id].take()

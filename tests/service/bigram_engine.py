@@ -25,6 +25,7 @@ from stemserve.service.request import (
     TopTokens,
     WorkerFacts,
 )
+from stemserve.service.stream_pace import StreamPace
 
 Float64 = NDArray[np.float64]
 
@@ -142,12 +143,16 @@ class BigramEngine:
         finally:
             self.running -= 1
 
-    async def generate(self, job: GenerateJob) -> AsyncGenerator[GenerateChunk, None]:
+    async def generate(
+        self, job: GenerateJob, pace: StreamPace
+    ) -> AsyncGenerator[GenerateChunk, None]:
+        """A chunk a token."""
         self.jobs.append(job)
         self.running += 1
         try:
             async for chunk in self._chunks(job):
                 await self.hold.wait()
+                pace.completes(chunk)
                 yield chunk
         finally:
             self.running -= 1

@@ -17,6 +17,7 @@ from stemserve.service.request import (
     WorkerFacts,
 )
 from stemserve.service.serving.health import Health
+from stemserve.service.stream_pace import StreamPace
 from stemserve.service.workers.step_commands import Inbox
 from stemserve.service.workers.step_loop import StepLoop
 from stemserve.service.workers.threaded_engine import ThreadedEngine
@@ -148,4 +149,4 @@ class Rig:
         os.kill(self.hosts[-1].pid, signal.SIGKILL)
 
     async def generate(self, job: GenerateJob) -> list[GenerateChunk]:
-        return [chunk async for chunk in self.engine.generate(job)]
+        return [chunk async for chunk in self.engine.generate(job, StreamPace())]

@@ -6,7 +6,8 @@ from collections import defaultdict
 import pytest
 
 from stemserve.proto.v1 import inference_pb2
-from stemserve.service.calls.generate_answer import GenerateAnswer
+from stemserve.service.calls.generate_answer import GenerateAnswer, sample_texts
+from stemserve.service.calls.stop_watch import StopWatch
 from stemserve.service.request import GenerateChunk, SampleTokens, StopCause, TopTokens
 
 SAMPLES, LENGTH = 3, 12
@@ -46,12 +47,14 @@ def told(
     request: inference_pb2.GenerateRequest, tokens: list[SampleTokens], at_once: int
 ) -> tuple[Told, set[int]]:
     answer = GenerateAnswer(request, WORDS, SAMPLES)
-    stopped = set[int]()
+    stops = list[int]()
+    watch = StopWatch(sample_texts(request, WORDS, SAMPLES), stop=stops.append)
     news: Told = defaultdict(lambda: ("", [], [], 0))
     for start in range(0, len(tokens), at_once):
         chunk = GenerateChunk(request_id="x", news=tokens[start : start + at_once])
-        message, ended = answer.add(chunk)
-        stopped.update(ended)
+        before = len(stops)
+        assert watch.completes(chunk) == (len(stops) > before)
+        message = answer.add(chunk)
         if message is None:
             continue
         assert list(message.sample_index) == sorted(message.sample_index)
@@ -65,7 +68,8 @@ def told(
                 message.finish_reason[row],
             )
     assert answer.output_tokens == sum(len(ids) for _, ids, _, _ in news.values())
-    return dict(news), stopped
+    assert len(set(stops)) == len(stops)
+    return dict(news), set(stops)
 
 
 @pytest.mark.parametrize("stops", [(), ("ab", "b 世")])

@@ -13,6 +13,7 @@ from tests.service.supervisor_rig import PATIENCE_S, Rig, generate_job, score_jo
 from stemserve.proto.v1 import worker_pb2
 from stemserve.service.batching.batcher import Batcher
 from stemserve.service.errors import DeadlinePassed, EngineFault, NotReady
+from stemserve.service.stream_pace import StreamPace
 from stemserve.service.workers.worker_client import WorkerUnreachable
 
 Command = Callable[..., list[str]]
@@ -129,7 +130,7 @@ async def test_a_call_that_is_left_is_planned_no_more(
 ) -> None:
     async with Rig([fake_worker_command("--step-seconds", 0.01)]) as rig:
         await rig.run()
-        stream = rig.engine.generate(generate_job(tokens=4000, samples=4))
+        stream = rig.engine.generate(generate_job(tokens=4000, samples=4), StreamPace())
         await anext(stream)
         if how == "closed":
             await stream.aclose()

@@ -16,7 +16,7 @@ from stemserve.proto.v1 import (
 from stemserve.service import client_decoding as decoding
 from stemserve.service.chat_request import chat_request
 from stemserve.service.client_calls import NOT_KNOWN, Calls, Metadata, answer_of, answers_of
-from stemserve.service.client_channel import OPTIONS, PLAINTEXT, Access, open_channel
+from stemserve.service.client_channel import OPTIONS, PLAINTEXT, Access, Headers, open_channel
 from stemserve.service.client_errors import ClientError, status_error
 from stemserve.service.client_prefixes import KnownPrefixes, with_id
 from stemserve.service.client_results import GenerateStep, Prefix, Scores
@@ -40,13 +40,15 @@ class Client:
         timeout_s: float | None = None,
         access: Access = PLAINTEXT,
         reregister: bool = False,
+        headers: Headers | None = None,
     ) -> None:
         """`timeout_s` is the deadline of each call. Raises OSError if a file of `access` is bad.
+        `headers` gives metadata to go with a call, such as the `traceparent` of the span around it.
 
         `reregister` is for a router before several servers: a prefix that this client registered
         is registered again on a server that does not know it, also where it had expired.
         """
-        self._channel = open_channel(target, access, OPTIONS)
+        self._channel = open_channel(target, access, OPTIONS, headers=headers)
         self._timeout_s = timeout_s
         self._inference: Any = inference_pb2_grpc.InferenceStub(self._channel)
         self._prefixes: Any = prefixes_pb2_grpc.PrefixesStub(self._channel)

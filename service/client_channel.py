@@ -1,7 +1,7 @@
 """Open a channel to a server: plaintext or TLS, with a key or token if callers are told apart."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -57,11 +57,21 @@ class Access:
 PLAINTEXT = Access()
 
 
+Headers = Callable[[], Sequence[tuple[str, str]]]  # metadata for a call that is about to be made
+
+
 def open_channel(
-    target: str, access: Access, options: Sequence[tuple[str, Any]]
+    target: str,
+    access: Access,
+    options: Sequence[tuple[str, Any]],
+    *,
+    headers: Headers | None = None,
 ) -> grpc.aio.Channel:
     """Raises OSError if a file of `access` cannot be read."""
-    interceptors: list[Any] = [] if access.key is None else _bearers(access.key)
+    interceptors = [] if headers is None else _adding(headers)
+    if access.key is not None:
+        bearer = (("authorization", f"Bearer {access.key}"),)
+        interceptors += _adding(lambda: bearer)
     if not access.encrypts:
         return grpc.aio.insecure_channel(target, options, interceptors=interceptors)
     credentials = grpc.ssl_channel_credentials(
@@ -74,7 +84,7 @@ def _content(path: Path | None) -> bytes | None:
     return None if path is None else path.read_bytes()
 
 
-def _bearers(key: str) -> list[Any]:
+def _adding(headers: Headers) -> list[Any]:
     """gRPC wants an interceptor of its own for each kind of call."""
     kinds = ("unary_unary", "unary_stream", "stream_stream")
     bases: Sequence[Any] = (
@@ -82,13 +92,12 @@ def _bearers(key: str) -> list[Any]:
         grpc.aio.UnaryStreamClientInterceptor,
         grpc.aio.StreamStreamClientInterceptor,
     )
-    header = ("authorization", f"Bearer {key}")
 
     async def intercept(_: Any, continuation: Any, details: Any, request: Any) -> Any:
-        metadata = grpc.aio.Metadata(*(details.metadata or ()), header)
+        metadata = grpc.aio.Metadata(*(details.metadata or ()), *headers())
         return await continuation(details._replace(metadata=metadata), request)
 
     return [
-        type(f"Bearer_{kind}", (base,), {f"intercept_{kind}": intercept})()
+        type(f"Adding_{kind}", (base,), {f"intercept_{kind}": intercept})()
         for kind, base in zip(kinds, bases, strict=True)
     ]

@@ -9,6 +9,7 @@ from typing import Annotated, Any, ClassVar
 
 from pydantic import BeforeValidator, ConfigDict
 
+from stemserve.json_log import FORMATS as LOG_FORMATS
 from stemserve.service.access_config import (
     STRICT,
     AuthConfig,
@@ -19,6 +20,7 @@ from stemserve.service.access_config import (
 from stemserve.service.config_error import ConfigError
 from stemserve.service.default_model import DEFAULT_MODEL
 from stemserve.service.limits import Limits
+from stemserve.service.tracing_config import TracingConfig
 
 LOAD_FORMATS = ("auto", "dummy")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
@@ -190,7 +192,9 @@ class WorkerConfig:
             if path is not None and not path.is_file():
                 raise ConfigError(f"{name} {path} is not a file")
 
-    def command(self, model: Path, *, max_step_tokens: int, log_level: str) -> list[str]:
+    def command(
+        self, model: Path, *, max_step_tokens: int, log_level: str, log_format: str = "text"
+    ) -> list[str]:
         """The worker process without its address."""
         options = {
             "--model": model,
@@ -208,6 +212,7 @@ class WorkerConfig:
             "--kernel": self.kernel,
             "--cost-table": self.cost_table,
             "--log-level": log_level,
+            "--log-format": None if log_format == LOG_FORMATS[0] else log_format,
         }
         words = [sys.executable, "-m", "stemserve.worker"]
         for option, value in options.items():
@@ -229,10 +234,14 @@ class ServiceConfig:
     tls: TlsConfig = field(default_factory=TlsConfig)
     auth: AuthConfig = field(default_factory=AuthConfig)
     tenants: Mapping[str, TenantConfig] = field(default_factory=dict[str, TenantConfig])
+    tracing: TracingConfig = field(default_factory=TracingConfig)
     log_level: str = "info"
+    log_format: str = "text"
+    log_calls: bool = False  # a line for each call that has ended
 
     def __post_init__(self) -> None:
         _check_choice("log_level", self.log_level, LOG_LEVELS)
+        _check_choice("log_format", self.log_format, LOG_FORMATS)
         check_access(self.auth, self.tls, self.tenants)
 
 

@@ -26,6 +26,7 @@ from stemserve.service.serving.admin_port import admin_port
 from stemserve.service.serving.authentication import authentication
 from stemserve.service.serving.call_gate import CallGate
 from stemserve.service.serving.call_status import CallStatus
+from stemserve.service.serving.call_watch import CallWatch
 from stemserve.service.serving.garbage import collect_when_idle, put_off_full_collections
 from stemserve.service.serving.health import Health
 from stemserve.service.serving.heap import keep_freed_memory
@@ -34,6 +35,8 @@ from stemserve.service.serving.server import BoundPorts, Servers
 from stemserve.service.serving.stop_signals import Stopped, StopSignals
 from stemserve.service.serving.tls import server_credentials
 from stemserve.service.text.tokenizer import Tokenizer
+from stemserve.service.tracing.traced_batcher import TracedBatcher
+from stemserve.service.tracing.tracing import tracing
 from stemserve.service.workers.remote_worker import RemoteWorker
 from stemserve.service.workers.step_commands import Inbox
 from stemserve.service.workers.step_loop import StepLoop
@@ -88,12 +91,14 @@ class _Core:
 
         def make_batcher(facts: WorkerFacts) -> Batcher:
             rows = config.limits.on(facts.device).max_step_tokens
-            return Batcher(facts, replace(limits, max_step_tokens=rows), clock=time.monotonic)
+            make = TracedBatcher if config.tracing.enabled else Batcher
+            return make(facts, replace(limits, max_step_tokens=rows), clock=time.monotonic)
 
         registry = CollectorRegistry()
         inbox = Inbox()
         self.registry = registry
         registry.register(BeforeScrape(lambda: self.step_loop.observe_results()))
+        self.drain_ends_s = 0.0  # monotonic; 0: no drain has begun
         ProcessCollector(registry=registry)
         self.metrics = Metrics(registry, tuple(config.tenants))
         self.health = Health(SERVICES, note_serving=self.metrics.ready)
@@ -139,7 +144,11 @@ async def serve(
     gate = CallGate(max_calls=config.limits.max_concurrent_calls, weights=weights)
     async with AsyncExitStack() as stack:
         signals = await stack.enter_async_context(StopSignals.watched(core.supervisor.kill))
-        call_status = CallStatus(core.metrics, default_deadline_s=config.server.default_deadline_s)
+        tracer = stack.enter_context(tracing(config, core.metrics, lambda: core.drain_ends_s))
+        watch = CallWatch(tracer, log_calls=config.log_calls)
+        call_status = CallStatus(
+            core.metrics, default_deadline_s=config.server.default_deadline_s, watch=watch
+        )
         servers = Servers(
             config.server,
             limits=config.limits,
@@ -159,6 +168,8 @@ async def serve(
         await stack.enter_async_context(servers.running())
         facts = await signals.unless_stopped(core.supervisor.start())
         core.metrics.describe(facts, stemserve.__version__)
+        if tracer is not None:
+            tracer.model = facts.model
         services = Services(
             core.engine,
             tokenizer=tokenizer,
@@ -167,6 +178,7 @@ async def serve(
             compile_executor=stack.enter_context(ThreadPoolExecutor(COMPILE_THREADS, "compile")),
             limits=config.limits,
             metrics=core.metrics,
+            watch=watch,
         )
         services.add_to(servers.rpc)
         admin = await stack.enter_async_context(
@@ -209,6 +221,7 @@ async def _until_drained(
         await signals.wait()
         core.health.drain()
         await asyncio.sleep(config.drain_delay_s)
+        core.drain_ends_s = time.monotonic() + config.drain_s
         await _drain(core, gate, config.drain_s)
         supervising.cancel()
         watching.cancel()
@@ -232,6 +245,9 @@ def _launcher(config: ServiceConfig, model: Path) -> Callable[[], WorkerHost]:
     if address is not None:
         return lambda: RemoteWorker(address, config.worker)
     command = config.worker.command(
-        model, max_step_tokens=config.limits.max_step_tokens, log_level=config.log_level
+        model,
+        max_step_tokens=config.limits.max_step_tokens,
+        log_level=config.log_level,
+        log_format=config.log_format,
     )
     return lambda: WorkerProcess(command)

@@ -63,6 +63,7 @@ REJECTIONS: Mapping[type[RequestError], str] = {
     NotReady: "draining",
 }
 CONSTRAINTS = ("choice", "regex", "json_schema", "grammar", "token_sequences")
+SPANS = ("exported", "queue_full", "refused", "stopped")
 PHASES = ("prefill", "decode", "mixed")
 SCORE_MODES = ("label_probabilities", "log_likelihood", "classification")
 PREFILL_PATHS = ("naive", "split", "ragged", "cascade", "multi_item", "custom_mask", "codec")

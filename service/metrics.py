@@ -5,8 +5,10 @@ from collections.abc import Sequence
 from prometheus_client import CollectorRegistry
 
 from stemserve.service.access_config import UNNAMED
+from stemserve.service.affinity import MOVED, OUTCOMES, AffinityLog
+from stemserve.service.call_facts import current_call
 from stemserve.service.caller import current_caller
-from stemserve.service.errors import RequestError
+from stemserve.service.errors import PrefixNotFound, RequestError
 from stemserve.service.instruments import Instruments
 from stemserve.service.metric_labels import (
     AUTH_FAILURES,
@@ -22,12 +24,15 @@ from stemserve.service.metric_labels import (
     REJECTIONS,
     RPC,
     SCORE_MODES,
+    SPANS,
     TPOT,
     TTFT,
 )
 from stemserve.service.request import JobTiming, JobUsage, WorkerFacts
 from stemserve.service.step_metrics import StepMetrics
 from stemserve.service.stream_pace import StreamPace
+
+INFERENCE = "stemserve.v1.Inference/"
 
 
 class Metrics:
@@ -37,6 +42,7 @@ class Metrics:
         """`tenants` are those that the configuration names; all other callers count together."""
         make = Instruments(registry)
         self._tenants = (*tenants, UNNAMED)
+        self._affinity_log = AffinityLog()
         self._make_request_instruments(make)
         self._make_latency_instruments(make)
         self._make_token_instruments(make)
@@ -48,9 +54,12 @@ class Metrics:
 
     def finished(self, method: str, code: str, seconds: float) -> None:
         self._requests.labels(method, code, self._tenant).inc()
-        self._duration.labels(method).observe(seconds)
+        self._duration.labels(method).observe(seconds, current_call().exemplar)
 
     def rejected(self, error: RequestError) -> None:
+        is_inference = current_call().method.startswith(INFERENCE)
+        if isinstance(error, PrefixNotFound) and is_inference:
+            self._affinity.labels(MOVED).inc()
         if reason := REJECTIONS.get(type(error)):
             self._rejected.labels(reason, self._tenant).inc()
 
@@ -68,17 +77,19 @@ class Metrics:
 
     def queued(self, method: str, priority: int, timing: JobTiming) -> None:
         name = PRIORITIES[1 + (priority > 0) - (priority < 0)]
-        self._queue.labels(method, name).observe(timing.queue_s)
+        self._queue.labels(method, name).observe(timing.queue_s, current_call().exemplar)
 
     def scored(self, mode: str, items: int, timing: JobTiming) -> None:
         self._score_request_items.observe(items)
         self._score_items.inc(items)
         if items:
-            self._score_item.labels(mode).observe(timing.engine_s / items)
+            seconds = timing.engine_s / items
+            self._score_item.labels(mode).observe(seconds, current_call().exemplar)
 
     def first_token(self, usage: JobUsage, prompt_tokens: int, seconds: float) -> None:
         outcome = _outcome(usage.cached_tokens, prompt_tokens)
-        self._ttft.labels("hit" if outcome == "full" else outcome).observe(seconds)
+        prefix = "hit" if outcome == "full" else outcome
+        self._ttft.labels(prefix).observe(seconds, current_call().exemplar)
 
     def streamed(self, gaps: Sequence[tuple[float, int]]) -> None:
         """Seconds between messages with tokens of one request, and the steps of the later one."""
@@ -110,12 +121,18 @@ class Metrics:
         self._hit_tokens.labels("hbm").inc(usage.cached_tokens)
         if looked_up_tokens:
             self._lookups.labels(_outcome(usage.cached_tokens, looked_up_tokens)).inc()
+            key, found = current_call().routing_key, usage.cached_tokens > 0
+            home = self._affinity_log.outcome(current_caller().tenant, key, found=found)
+            self._affinity.labels(home).inc()
 
     def describe(self, facts: WorkerFacts, version: str) -> None:
         blocks = (str(facts.page_size), str(facts.kv_pages))
         self._cache_config.labels(*blocks, facts.kv_dtype).set(1)
         self._build.labels(version, facts.torch_version, facts.cuda_version).set(1)
         self._model.labels(facts.model, facts.dtype, facts.device).set(1)
+
+    def spans(self, outcome: str, count: int) -> None:
+        self._spans.labels(outcome).inc(count)
 
     def prefixes(self, registered: int) -> None:
         self._prefixes.set(registered)
@@ -219,6 +236,11 @@ class Metrics:
             "Calls with a context or prompt, by how much of it was cached",
             result=("full", "partial", "miss"),
         )
+        self._affinity = make.counter(
+            "prefix_affinity",
+            "Calls with a context or prompt, by what the one that x-prefix-id names had here",
+            outcome=OUTCOMES,
+        )
 
     def _make_constraint_instruments(self, make: Instruments) -> None:
         self._constraints = make.counter(
@@ -245,6 +267,9 @@ class Metrics:
         )
         self._load_seconds = make.gauge(
             "model_load_seconds", "From the launch of the worker until it was ready, the last time"
+        )
+        self._spans = make.counter(
+            "trace_spans", "Spans of traced calls, by what became of them", outcome=SPANS
         )
         self._ready = make.gauge("ready", "1 while the server is SERVING")
 

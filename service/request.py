@@ -9,6 +9,7 @@ from numpy.typing import NDArray
 
 if TYPE_CHECKING:
     from stemserve.service.constraints.constraint import Constraint
+    from stemserve.service.tracing.call_trace import CallTrace
 
 Int32 = NDArray[np.int32]
 Float32 = NDArray[np.float32]
@@ -61,6 +62,7 @@ class ScoreJob:
     kernel: int = 0  # proto Kernel; 0: the cost model chooses
     partial: bool = False  # at the deadline, answer with what is read
     parts: bool = False  # tell of units as they are read, in ScoreParts before the result
+    trace: "CallTrace | None" = None  # is told what happens to the job
 
     def realm(self, context: int) -> Realm:
         return Realm(salt=self.salt, trunk=self.trunks[context] if self.trunks else NO_TRUNK)
@@ -127,6 +129,7 @@ class GenerateJob:
     constraint: "Constraint | None" = None  # of each sample's output
     prompt_logprobs: bool = False  # read the log-probabilities of the prompt's tokens too
     beams: BeamSpec | None = None  # search; None: draw samples
+    trace: "CallTrace | None" = None  # is told what happens to the job
 
     @property
     def realm(self) -> Realm:

@@ -10,8 +10,8 @@ import stemserve
 OURS = {
     "proto": set[str](),
     "kernels": set[str](),
-    "service": {"proto"},
-    "worker": {"proto", "kernels"},
+    "service": {"proto", "json_log"},
+    "worker": {"proto", "kernels", "json_log"},
 }
 FORBIDDEN = {
     "proto": {"torch", "numpy"},

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 
+from stemserve.json_log import FORMATS as LOG_FORMATS
 from stemserve.kernels.strategy import Kernel
 from stemserve.worker.models.loader import LoadFormat
 from stemserve.worker.tls import TlsFiles
@@ -69,6 +70,7 @@ class WorkerConfig:
     cost_table: Path | None
     parent_fd: int | None
     log_level: str
+    log_format: str
     tls: TlsFiles | None  # None: plaintext
 
     def __post_init__(self) -> None:
@@ -135,6 +137,12 @@ def _parser() -> argparse.ArgumentParser:
         choices=LOG_LEVELS,
         default="info",
         help="least severe log lines to write (default: %(default)s)",
+    )
+    process.add_argument(
+        "--log-format",
+        choices=LOG_FORMATS,
+        default="text",
+        help="json: one object a line (default: %(default)s)",
     )
     process.add_argument(
         "--parent-fd",

@@ -10,6 +10,7 @@ from contextlib import contextmanager
 
 import grpc
 
+from stemserve.json_log import log_to_stderr
 from stemserve.proto.v1 import worker_pb2_grpc
 from stemserve.worker.calibrate import calibrate
 from stemserve.worker.config import ConfigError, WorkerConfig, parse_config
@@ -41,16 +42,12 @@ OPTIONS = (
 
 
 def main(arguments: Sequence[str]) -> int:
-    logging.basicConfig(
-        level=logging.INFO,
-        stream=sys.stderr,
-        format="%(asctime)s %(levelname)s %(name)s: %(message)s",
-    )
+    log_to_stderr(level="info", form="text", process="worker")
     try:
         if list(arguments[:1]) == ["calibrate"]:
             return calibrate(arguments[1:])
         config = parse_config(arguments)
-        logging.getLogger().setLevel(config.log_level.upper())
+        log_to_stderr(level=config.log_level, form=config.log_format, process="worker")
         with Lifetime.watched(config.parent_fd) as lifetime:
             return _run(config, lifetime)
     except Stopped:

@@ -139,6 +139,7 @@ def _panel(panel: dict[str, Any], number: int, place: dict[str, int]) -> dict[st
                 "datasource": DATASOURCE,
                 "expr": _filled(expression),
                 "legendFormat": legend,
+                "exemplar": panel.get("exemplars", False),
             }
             for index, (expression, legend) in enumerate(panel["show"])
         ],

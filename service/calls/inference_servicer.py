@@ -9,6 +9,7 @@ from functools import partial
 import grpc
 
 from stemserve.proto.v1 import inference_pb2, inference_pb2_grpc
+from stemserve.service.call_facts import current_call
 from stemserve.service.caller import current_caller
 from stemserve.service.calls.generate_runner import GenerateRunner
 from stemserve.service.calls.score_runner import ScoreRunner
@@ -16,7 +17,16 @@ from stemserve.service.calls.score_stream import Requests, ScoreStreamCalls
 from stemserve.service.errors import InvalidRequest, RequestError
 from stemserve.service.metrics import Metrics
 from stemserve.service.serving.call_status import Context, remaining_deadline
+from stemserve.service.serving.call_watch import CallWatch
 from stemserve.service.serving.status import status_code
+from stemserve.service.tracing.call_notes import (
+    note_generate,
+    note_generate_answer,
+    note_score,
+    note_score_answer,
+)
+
+SCORE = "/stemserve.v1.Inference/Score"
 
 
 class InferenceServicer(inference_pb2_grpc.InferenceServicer):
@@ -27,17 +37,25 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         metrics: Metrics,
         *,
         max_stream_calls: int,
+        watch: CallWatch,
     ) -> None:
         self._score = score
         self._generate = generate
         self._metrics = metrics
         self._max_stream_calls = max_stream_calls
+        self._watch = watch
 
     async def Score(
         self, request: inference_pb2.ScoreRequest, context: Context
     ) -> inference_pb2.ScoreResponse:
         deadline = remaining_deadline(context)
-        return await self._score.run(request, caller=current_caller(), deadline=deadline)
+        trace = current_call().trace
+        if trace is not None:
+            note_score(trace, request)
+        answer = await self._score.run(request, caller=current_caller(), deadline=deadline)
+        if trace is not None:
+            note_score_answer(trace, answer)
+        return answer
 
     async def ScoreStream(
         self, request_iterator: Requests, context: Context
@@ -52,30 +70,43 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         self, request: inference_pb2.GenerateRequest, context: Context
     ) -> AsyncGenerator[inference_pb2.GenerateResponse, None]:
         deadline = remaining_deadline(context)
+        trace = current_call().trace
+        if trace is not None:
+            note_generate(trace, request)
         run = self._generate.run(request, caller=current_caller(), deadline=deadline)
         async with aclosing(run) as messages:
             async for message in messages:
+                if trace is not None:
+                    note_generate_answer(trace, message, time.monotonic())
                 yield message
 
     async def _score_of_stream(
         self, message: inference_pb2.ScoreStreamRequest, *, context: Context
     ) -> AsyncGenerator[inference_pb2.ScoreResponse, None]:
         """Counted as a Score call."""
-        started, code = time.monotonic(), grpc.StatusCode.INTERNAL
+        started, code, fault = time.monotonic(), grpc.StatusCode.INTERNAL, None
+        self._watch.begin_on_stream(SCORE, context)
+        trace = current_call().trace
+        if trace is not None:
+            note_score(trace, message.request)
         try:
             async with aclosing(self._parts(message, remaining_deadline(context))) as parts:
                 async for part in parts:
+                    if trace is not None:
+                        note_score_answer(trace, part)
                     yield part
             code = grpc.StatusCode.OK
         except (asyncio.CancelledError, GeneratorExit):
             code = grpc.StatusCode.CANCELLED
             raise
         except RequestError as error:
-            code = status_code(error)
+            code, fault = status_code(error), error
             self._metrics.rejected(error)
             raise
         finally:
-            self._metrics.finished("score", code.name, time.monotonic() - started)
+            seconds = time.monotonic() - started
+            self._metrics.finished("score", code.name, seconds)
+            self._watch.end(code.name, seconds, fault)
 
     async def _parts(
         self, message: inference_pb2.ScoreStreamRequest, deadline: float | None

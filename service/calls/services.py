@@ -34,6 +34,7 @@ from stemserve.service.constraints.trie_builder import TrieBuilder
 from stemserve.service.engine import Engine
 from stemserve.service.limits import Limits
 from stemserve.service.metrics import Metrics
+from stemserve.service.serving.call_watch import CallWatch
 from stemserve.service.text.tokenizer import Tokenizer, TokenizerPool
 from stemserve.service.text.tokenizer_files import load_tokenizer, no_tokenizer
 
@@ -68,6 +69,7 @@ class Services:
         compile_executor: ThreadPoolExecutor,
         limits: Limits,
         metrics: Metrics,
+        watch: CallWatch | None = None,
     ) -> None:
         facts = engine.facts
         bounds = RegistryBounds(
@@ -103,7 +105,11 @@ class Services:
             entropy=lambda: secrets.randbits(64),
         )
         self._inference = InferenceServicer(
-            score, generate, metrics, max_stream_calls=limits.max_stream_calls
+            score,
+            generate,
+            metrics,
+            max_stream_calls=limits.max_stream_calls,
+            watch=watch or CallWatch(),
         )
         self.keeper = PrefixKeeper(registry, engine, note=metrics.prefixes)
         self._prefixes = PrefixesServicer(

@@ -1,6 +1,5 @@
 """The commands that start processes: serve and worker."""
 
-import logging
 import os
 import sys
 from collections.abc import Mapping, Sequence
@@ -9,6 +8,9 @@ from typing import Annotated, Any
 
 import typer
 
+from stemserve.json_log import FORMATS as LOG_FORMATS
+from stemserve.json_log import log_to_stderr
+from stemserve.service.call_facts import log_context
 from stemserve.service.calls.services import model_tokenizer
 from stemserve.service.commands.failure import fail
 from stemserve.service.config import (
@@ -34,6 +36,10 @@ KEYS: Mapping[str, str] = {  # of the configuration, by the parameter of `serve`
     "model": "model",
     "model_cache": "model_cache",
     "log_level": "log_level",
+    "log_format": "log_format",
+    "log_calls": "log_calls",
+    "otlp_endpoint": "tracing.otlp_endpoint",
+    "trace_sample_ratio": "tracing.sample_ratio",
     "host": "server.host",
     "port": "server.port",
     "health_port": "server.health_port",
@@ -125,6 +131,21 @@ def serve(
         ),
     ] = _DEFAULTS.server.drain_delay_s,
     log_level: Annotated[str, _server(_choices(LOG_LEVELS))] = "info",
+    log_format: Annotated[
+        str, _server(_choices(LOG_FORMATS, "json: one object a line, with ids of call and trace. "))
+    ] = "text",
+    log_calls: Annotated[bool, _server("Log a line for each call that has ended.")] = False,
+    otlp_endpoint: Annotated[
+        str,
+        _server(
+            "Send traces of calls to this OTLP receiver, over gRPC. Needs stemserve[tracing].",
+            metavar="http://HOST:4317",
+            show_default="off",
+        ),
+    ] = "",
+    trace_sample_ratio: Annotated[
+        float, _server("Share of calls that are traced, where the caller does not say.")
+    ] = _DEFAULTS.tracing.sample_ratio,
     worker: Annotated[
         str | None,
         _worker("Use a worker that runs already, and start none.", metavar="HOST:PORT|unix:/PATH"),
@@ -226,8 +247,8 @@ def _source(context: typer.Context, name: str) -> str:
 
 
 def _serve(config: ServiceConfig) -> None:
-    logging.basicConfig(
-        level=config.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s"
+    log_to_stderr(
+        level=config.log_level, form=config.log_format, process="service", context=log_context
     )
     try:
         model = resolve(config.model, cache_dir=config.model_cache, progress=_progress)

@@ -6,13 +6,14 @@ import time
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 from contextlib import aclosing
 from contextvars import ContextVar
-from typing import Any
+from typing import Any, NamedTuple
 
 import grpc
 from google.protobuf.message import DecodeError
 
 from stemserve.service.errors import DeadlinePassed, InvalidRequest, RequestError
 from stemserve.service.metrics import Metrics
+from stemserve.service.serving.call_watch import CallWatch
 from stemserve.service.serving.handler_memo import HandlerMemo
 from stemserve.service.serving.status import DETAILS_KEY, status_code, status_message, unexpected
 
@@ -45,14 +46,26 @@ _default_deadline_s: ContextVar[float | None] = ContextVar("default_deadline_s",
 logger = logging.getLogger(__name__)
 
 
+class _Method(NamedTuple):
+    name: str  # full, with the first slash
+    label: str | None  # of the metrics; None: its calls are not counted (health and reflection)
+
+
 class CallStatus(grpc.aio.ServerInterceptor):
     """Goes before all other interceptors: it writes the messages of a stream itself, so that the
     handler is closed at once when the client leaves, and parses requests itself, so that bytes that
     are not one are the client's fault."""
 
-    def __init__(self, metrics: Metrics, *, default_deadline_s: float = 0.0) -> None:
+    def __init__(
+        self,
+        metrics: Metrics,
+        *,
+        default_deadline_s: float = 0.0,
+        watch: CallWatch | None = None,
+    ) -> None:
         """`default_deadline_s` is for calls without a deadline; 0: they have none."""
         self._metrics = metrics
+        self._watch = watch or CallWatch()
         self._default_deadline_s = default_deadline_s
         self._handlers = HandlerMemo(self._answering)
 
@@ -67,9 +80,9 @@ class CallStatus(grpc.aio.ServerInterceptor):
         return self._handlers.wrapped(handler_call_details.method, handler)
 
     def _answering(self, method: str, handler: Handler) -> Handler:
-        """Without a label the calls are not counted: health and reflection."""
         ours = method.startswith(OUR_SERVICES)
         label = METHOD_LABELS.get(method.rpartition("/")[2]) if ours else None
+        called = _Method(method, label)
         # The stubs describe synchronous handlers only; ours are all asynchronous.
         unary: Any = handler.unary_unary
         stream: Any = handler.unary_stream
@@ -77,7 +90,7 @@ class CallStatus(grpc.aio.ServerInterceptor):
         parse = _parser(handler.request_deserializer)
 
         async def answer(blob: bytes, context: Context) -> Any:
-            return await self._counted(label, context, _answer(unary, parse, blob, context))
+            return await self._counted(called, context, _answer(unary, parse, blob, context))
 
         async def write(blobs: Any, context: Context) -> None:
             def answers() -> Any:
@@ -86,7 +99,7 @@ class CallStatus(grpc.aio.ServerInterceptor):
                 return stream(parse(blobs), context)
 
             call = _write_all(answers, context)
-            await self._counted(label, context, call, is_session=stream is None)
+            await self._counted(called, context, call, is_session=stream is None)
 
         codec: Any = (None, handler.response_serializer)
         if handler.request_streaming:
@@ -96,13 +109,16 @@ class CallStatus(grpc.aio.ServerInterceptor):
         return grpc.unary_unary_rpc_method_handler(_as_handler(answer), *codec)
 
     async def _counted(
-        self, label: str | None, context: Context, call: Awaitable[Any], *, is_session: bool = False
+        self, method: "_Method", context: Context, call: Awaitable[Any], *, is_session: bool = False
     ) -> Any:
         """A session is a stream of many calls, each with a default deadline of its own."""
         started = time.monotonic()
         code = "OK"
+        fault: Exception | None = None
+        if method.label is not None:
+            self._watch.begin(method.name, context)
         try:
-            if label is None or not self._default_deadline_s or _has_deadline(context):
+            if method.label is None or not self._default_deadline_s or _has_deadline(context):
                 return await call
             _default_deadline_s.set(self._default_deadline_s)
             return await (call if is_session else _within(self._default_deadline_s, call))
@@ -111,20 +127,21 @@ class CallStatus(grpc.aio.ServerInterceptor):
             if error is None:
                 code = "DEADLINE_EXCEEDED" if deadline_passed(context) else "CANCELLED"
                 raise
-            code = status_code(error).name
+            code, fault = status_code(error).name, error
             self._metrics.rejected(error)
             await _abort(context, error)
         except grpc.aio.AbortError:
             code = context.code().name
             raise
         except Exception as error:
-            logger.exception("%s failed", label or "a call")
-            fault = unexpected(error)
-            code = status_code(fault).name
-            await _abort(context, fault)
+            logger.exception("%s failed", method.label or "a call")
+            code, fault = "INTERNAL", error
+            await _abort(context, unexpected(error))
         finally:
-            if label is not None:
-                self._metrics.finished(label, code, time.monotonic() - started)
+            if method.label is not None:
+                seconds = time.monotonic() - started
+                self._metrics.finished(method.label, code, seconds)
+                self._watch.end(code, seconds, fault)
 
 
 def remaining_deadline(context: Context) -> float | None:

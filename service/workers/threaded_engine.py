@@ -4,9 +4,11 @@ import asyncio
 from collections.abc import AsyncGenerator, Callable, Generator, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any, TypeVar
 
 from stemserve.proto.v1 import worker_pb2
+from stemserve.service.call_facts import current_call
 from stemserve.service.errors import EngineFault, NotReady, SlowReader
 from stemserve.service.request import (
     Event,
@@ -179,7 +181,8 @@ class ThreadedEngine:
     def _submit(self, job: Job) -> None:
         """Jobs of calls that come together are planned together. What is planned beside running
         work may take long: that is for the step loop's thread, not for this one."""
-        self._inbox.leave(Submit(job=job))
+        trace = current_call().trace
+        self._inbox.leave(Submit(job=job if trace is None else replace(job, trace=trace)))
         if self._inbox.is_busy:
             if not self._is_gathering:
                 self._is_gathering = True

@@ -137,6 +137,29 @@ CASES = [
         OF_JOB,
     ),
     Case(
+        "AffinityLost",
+        {
+            'prefix_affinity_total{outcome="home"}': "0+90x60 5400+10x200",
+            'prefix_affinity_total{outcome="moved"}': "0+10x60 600+90x200",
+            'prefix_affinity_total{outcome="nokey"}': "0+900x260",
+            "ready": "1x260",
+            'ready{pod="another"}': "1x260",
+        },
+        "120m",
+        OF_JOB,
+        quiet="60m",
+    ),
+    Case(
+        "SpansDropped",
+        {
+            'trace_spans_total{outcome="exported"}': "0+100x60",
+            'trace_spans_total{outcome="queue_full"}': "0x20 0+1x40",
+        },
+        "50m",
+        OF_REPLICA | {"outcome": "queue_full"},
+        quiet="20m",
+    ),
+    Case(
         "KernelFallback",
         {'kernel_fallbacks_total{op="decode",path="paged",reason="lacking"}': "0+1x60"},
         "40m",

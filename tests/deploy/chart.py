@@ -22,6 +22,8 @@ MATRIX: Mapping[str, Values] = {
         "replicas": 3,
         "settings": {
             "log_level": "debug",
+            "log_format": "json",
+            "tracing": {"otlp_endpoint": "http://collector:4317", "sample_ratio": 0.05},
             "server": {"max_connection_age_s": 300.5},
             "worker": {"kv_memory": "20G", "gpu_memory_utilization": 0.85, "deterministic": True},
             "limits": {"max_items": 2000, "max_queued_tokens": 8_000_000},

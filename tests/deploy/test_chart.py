@@ -176,11 +176,14 @@ def test_scaling_follows_queued_tokens_and_goes_down_slowly() -> None:
     assert trigger["threshold"] == "50000"
 
 
-def test_servers_may_reach_out_only_to_fetch_a_model() -> None:
+def test_servers_may_reach_out_only_for_a_model_and_with_traces() -> None:
     def egress(row: str) -> Any:
         return the(render(MATRIX[row]), "NetworkPolicy")["spec"]["egress"]
 
-    assert egress("volume") == []
+    assert egress("node folder") == []
+    assert egress("volume")[1:] == [{"ports": [{"port": 4317}]}]
+    tls = {"settings": {"tracing": {"otlp_endpoint": "https://collector"}}}
+    assert {"ports": [{"port": 443}]} in the(render(tls), "NetworkPolicy")["spec"]["egress"]
     assert {"ports": [{"port": 443}]} in egress("download")
     assert "NetworkPolicy" not in kinds(render({"networkPolicy": {"enabled": False}}))
 

@@ -87,7 +87,8 @@ def tables(tree: dict[str, Any]) -> list[list[str]]:
 def test_values_reach_the_settings() -> None:
     settings = tomllib.loads(settings_file(MATRIX["volume"]))
     assert settings["model"] == "/models/Qwen3-0.6B"
-    assert settings["log_level"] == "debug"
+    assert settings["log_level"] == "debug" and settings["log_format"] == "json"
+    assert settings["tracing"] == {"otlp_endpoint": "http://collector:4317", "sample_ratio": 0.05}
     assert settings["server"]["max_connection_age_s"] == 300.5
     assert settings["worker"] == {
         "device": "cuda",

@@ -6,6 +6,7 @@ import subprocess
 import sys
 import tomllib
 import zipfile
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from tests.deploy.chart import ROOT, render, the
 from typer.testing import CliRunner
 
 from stemserve.service.cli import app
+from stemserve.service.config_sources import read_settings
 
 DEPLOY = ROOT / "deploy"
 DOCKERFILE = (DEPLOY / "Dockerfile").read_text()
@@ -53,7 +55,8 @@ def locked(name: str) -> dict[str, str]:
 
 def test_locked_requirements_hold_every_dependency() -> None:
     project: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    names = {re.split(r"[\[<>=;]", line)[0].strip().lower() for line in project["dependencies"]}
+    wanted = project["dependencies"] + project["optional-dependencies"]["tracing"]
+    names = {re.split(r"[\[<>=;]", line)[0].strip().lower() for line in wanted}
     assert names <= set(locked("cpu.txt"))
     assert names | {"flashinfer-python", "triton"} <= set(locked("cuda.txt"))
     assert not [name for name in locked("cpu.txt") if name.startswith(("nvidia", "cuda"))]
@@ -100,17 +103,35 @@ def test_compose_names_what_is_there() -> None:
     jobs = compose_file("compose/prometheus.yaml")["scrape_configs"]
     assert jobs[0]["dns_sd_configs"][0]["names"] == ["server"]
     assert "envoy" in services and jobs[1]["static_configs"][0]["targets"] == ["envoy:9902"]
-    (source,) = compose_file("compose/grafana-datasource.yaml")["datasources"]
-    assert source["url"] == "http://prometheus:9090" and "prometheus" in services
+    sources = {s["uid"]: s for s in compose_file("compose/grafana-datasource.yaml")["datasources"]}
+    assert sources["prometheus"]["url"] == "http://prometheus:9090" and "prometheus" in services
+    (link,) = sources["prometheus"]["jsonData"]["exemplarTraceIdDestinations"]
+    assert link == {"name": "trace_id", "datasourceUid": "jaeger"}
+    assert sources["jaeger"]["url"] == "http://jaeger:16686"
+    assert services["jaeger"]["profiles"] == ["tracing"]
+    assert "--enable-feature=exemplar-storage" in services["prometheus"]["command"]
     for service in services.values():
         for port in service.get("ports", []):
             assert port.startswith("127.0.0.1:")
+
+
+def environment(server: Any, *, given: Mapping[str, str]) -> dict[str, str]:
+    """As compose fills `${NAME:-default}` in."""
+    pattern = re.compile(r"\$\{(\w+):-([^}]*)\}")
+    return {
+        name: pattern.sub(lambda found: given.get(found[1]) or found[2], str(text))
+        for name, text in server["environment"].items()
+    }
 
 
 def test_compose_starts_the_image_with_options_that_the_server_has() -> None:
     server = compose_file("compose.yaml")["services"]["server"]
     done = CliRunner().invoke(app, [*server["command"], "--print-config"])
     assert done.exit_code == 0, done.output
+    read_settings(file=None, environment=environment(server, given={}), flags={})
+    given = {"OTLP_ENDPOINT": "http://jaeger:4317", "LOG_FORMAT": "json"}
+    read = read_settings(file=None, environment=environment(server, given=given), flags={})
+    assert read.config.tracing.enabled and read.config.log_format == "json"
     settings = tomllib.loads(done.output)["server"]
     grace = float(server["stop_grace_period"].removesuffix("s"))
     assert settings["drain_s"] + settings["drain_delay_s"] + 5 <= grace

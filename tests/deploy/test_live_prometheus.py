@@ -22,6 +22,7 @@ from tests.deploy.expressions import (
     rule_expressions,
 )
 from tests.e2e.conftest import Started, start_server, stemserve_command
+from tests.service.otlp_receiver import Receiver, otlp_receiver
 
 from stemserve.proto.v1 import inference_pb2
 from stemserve.service.client import Client
@@ -101,20 +102,29 @@ async def load(port: int) -> None:
 
 
 @pytest.fixture(scope="module")
+def traces() -> Iterator[Receiver]:
+    with otlp_receiver() as receiver:
+        yield receiver
+
+
+@pytest.fixture(scope="module")
 def queries(
     prometheus: str,
     start_server: Callable[..., Started],
     tiny_model: Path,
     tmp_path_factory: pytest.TempPathFactory,
+    traces: Receiver,
 ) -> Iterator[Queries]:
     """After a load of a few seconds."""
-    _, ports = start_server("--model", tiny_model, "--load-format", "dummy", "--threads", 1)
+    words: list[object] = ["--model", tiny_model, "--load-format", "dummy", "--threads", 1]
+    _, ports = start_server(*words, "--otlp-endpoint", traces.endpoint)
     folder, port = tmp_path_factory.mktemp("prometheus"), free_port()
     command = [
         prometheus,
         f"--config.file={configuration(folder, ports['metrics'])}",
         f"--storage.tsdb.path={folder / 'data'}",
         f"--web.listen-address=127.0.0.1:{port}",
+        "--enable-feature=exemplar-storage",
     ]
     with (folder / "log").open("w") as log, subprocess.Popen(command, stderr=log) as process:
         try:
@@ -127,6 +137,19 @@ def queries(
 
 def test_every_metric_of_the_page_is_scraped(queries: Queries) -> None:
     assert exported() <= set(queries.get("label/__name__/values"))
+
+
+def test_exemplars_name_traces_that_the_receiver_has(queries: Queries, traces: Receiver) -> None:
+    known = {span.trace_id.hex() for span in traces.spans}
+    for name in ("request_duration", "request_queue", "time_to_first_token", "score_item"):
+        series = queries.get(
+            "query_exemplars",
+            query=f"stemserve_{name}_seconds_bucket",
+            start=str(time.time() - 60),
+            end=str(time.time()),
+        )
+        found = {e["labels"]["trace_id"] for of_one in series for e in of_one["exemplars"]}
+        assert found and found <= known, name
 
 
 def test_every_panel_has_data(queries: Queries) -> None:

@@ -23,6 +23,7 @@ from stemserve.service.serving import reflection
 from stemserve.service.serving.authentication import authentication
 from stemserve.service.serving.call_gate import CallGate
 from stemserve.service.serving.call_status import CallStatus
+from stemserve.service.serving.call_watch import CallWatch
 from stemserve.service.serving.health import Health
 from stemserve.service.serving.server import transport_options
 from stemserve.service.serving.tls import server_credentials
@@ -84,6 +85,7 @@ async def serving(
     tls: TlsConfig | None = None,
     server_config: ServerConfig | None = None,
     tenants: Mapping[str, TenantConfig] | None = None,
+    watch: CallWatch | None = None,
     access: Access = PLAINTEXT,  # of the client and channel that are yielded
 ) -> AsyncGenerator[Served, None]:
     limits = limits or Limits()
@@ -97,7 +99,7 @@ async def serving(
     gate.open()
     server = grpc.aio.server(
         interceptors=[
-            CallStatus(metrics, default_deadline_s=config.default_deadline_s),
+            CallStatus(metrics, default_deadline_s=config.default_deadline_s, watch=watch),
             *guard,
             gate,
         ],
@@ -115,6 +117,7 @@ async def serving(
             compile_executor=executor,
             limits=limits,
             metrics=metrics,
+            watch=watch,
         )
         services.add_to(server)
         keeping = asyncio.create_task(services.keeper.keep())

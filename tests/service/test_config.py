@@ -12,6 +12,7 @@ from stemserve.service.config import (
     default_model_cache,
 )
 from stemserve.service.config_error import ConfigError
+from stemserve.service.tracing_config import TracingConfig
 
 PEM = Path("none.pem")
 
@@ -58,6 +59,14 @@ PEM = Path("none.pem")
         ),
         (lambda: WorkerConfig(tls_ca=PEM), "tls_ca needs address HOST:PORT"),
         (lambda: WorkerConfig(address="a:1", tls_ca=PEM), "tls_ca none.pem is not a file"),
+        (lambda: ServiceConfig(log_format="xml"), "'xml' is not one of text, json"),
+        (lambda: TracingConfig(otlp_endpoint="collector:4317"), "is not http://HOST:PORT"),
+        (lambda: TracingConfig(sample_ratio=1.5), "sample_ratio 1.5 is not in 0 .. 1"),
+        (lambda: TracingConfig(sample_ratio=float("nan")), "sample_ratio nan is not in 0 .. 1"),
+        (lambda: TracingConfig(max_steps=0), "max_steps 0 is not in 1 .. 10000"),
+        (lambda: TracingConfig(max_queued_spans=10**9), "max_queued_spans 1000000000 is not in"),
+        (lambda: TracingConfig(export_timeout_s=0), "export_timeout_s 0 is not in 0 .. 600"),
+        (lambda: TracingConfig(flush_s=-1), "flush_s -1 is not in 0 .. 600"),
         (lambda: ServiceConfig(log_level="loud"), "'loud' is not one of debug, info"),
     ],
 )
@@ -68,6 +77,13 @@ def test_a_setting_that_cannot_work_is_named(make: Callable[[], object], problem
 
 def test_any_number_of_ports_may_be_chosen_by_the_system() -> None:
     assert ServerConfig(port=0, health_port=0, metrics_port=0).port == 0
+
+
+def test_the_worker_logs_as_the_service_does() -> None:
+    words = WorkerConfig().command(
+        Path("/models/m"), max_step_tokens=64, log_level="info", log_format="json"
+    )
+    assert words[words.index("--log-format") + 1] == "json"
 
 
 def test_the_worker_is_told_only_what_was_asked_for() -> None:

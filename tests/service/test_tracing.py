@@ -1,0 +1,35 @@
+"""Tracing as a server has it from its start to its end."""
+
+import subprocess
+import sys
+
+import pytest
+from prometheus_client import CollectorRegistry
+
+from stemserve.service.config import ServiceConfig
+from stemserve.service.config_error import ConfigError
+from stemserve.service.metrics import Metrics
+from stemserve.service.tracing.tracing import tracing
+from stemserve.service.tracing_config import TracingConfig
+
+ON = ServiceConfig(tracing=TracingConfig(otlp_endpoint="http://127.0.0.1:4317"))
+
+
+def test_without_an_endpoint_nothing_is_traced() -> None:
+    with tracing(ServiceConfig(), Metrics(CollectorRegistry()), lambda: 0.0) as tracer:
+        assert tracer is None
+
+
+def test_a_missing_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "opentelemetry.sdk.trace", None)
+    monkeypatch.delitem(sys.modules, "stemserve.service.tracing.otlp_export", raising=False)
+    with (
+        pytest.raises(ConfigError, match=r"install stemserve\[tracing\]"),
+        tracing(ON, Metrics(CollectorRegistry()), lambda: 0.0),
+    ):
+        pass
+
+
+def test_a_server_without_tracing_loads_none_of_its_libraries() -> None:
+    code = "import sys, stemserve.service.main; sys.exit('opentelemetry' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0

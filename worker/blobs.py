@@ -11,6 +11,8 @@ class BadPlan(ValueError):
 
 
 def decode_int32(name: str, blob: bytes) -> Int32:
+    if not blob:
+        return np.empty(0, np.int32)
     _check_length(name, blob)
     return np.frombuffer(blob, "<i4").astype(np.int32)  # a copy: torch wants writable arrays
 

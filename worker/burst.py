@@ -9,8 +9,12 @@ from stemserve.proto.v1 import worker_pb2
 from stemserve.worker.blobs import BadPlan, decode_int32
 from stemserve.worker.step_checks import check_range, check_unique
 
+NOBODY = np.empty(0, np.int32)
+
 
 def decode_row_steps(blob: bytes, *, repeat: int, rows: int) -> Int32:  # [rows]; []: no burst
+    if not blob and repeat == 1:
+        return NOBODY
     row_steps = decode_int32("row_steps", blob)
     expected = rows if repeat > 1 else 0
     if len(row_steps) != expected:

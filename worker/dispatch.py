@@ -13,7 +13,14 @@ from stemserve.kernels.pricing.engine_cost import Cost
 from stemserve.kernels.strategy import TORCH, Kernel, Phase, Strategy, Work
 from stemserve.proto.v1 import inference_pb2
 from stemserve.worker.choice_reason import Fallback, Reason
-from stemserve.worker.layout import AttentionGroup, Candidate, candidates, group, sub_layout
+from stemserve.worker.layout import (
+    AttentionGroup,
+    Candidate,
+    candidates,
+    group,
+    part_of,
+    sub_layout,
+)
 from stemserve.worker.shape_signature import Signature, signature
 from stemserve.worker.step import Step
 
@@ -182,7 +189,10 @@ class Dispatcher:
         """The parts as one group, or as several where a strategy takes one tree at a time only."""
         phase = parts[0].phase
         strategy = self._strategies[phase, verdict.kernel]
-        merged = group(step, phase, np.sort(np.concatenate([part.segments for part in parts])))
+        segments = parts[0].segments
+        if len(parts) > 1:
+            segments = np.sort(np.concatenate([part.segments for part in parts]))
+        merged = group(step, phase, segments)
         if strategy.refusal(merged.layout) is None:
             yield self._choice(merged, verdict)
         elif len(parts) > 1:
@@ -204,7 +214,7 @@ class Dispatcher:
         shape = signature(layout, candidate)
         verdict = self._choices.pop(shape, None)
         if verdict is None:
-            verdict = self._decide(candidate, sub_layout(layout, candidate.segments))
+            verdict = self._decide(candidate, part_of(layout, candidate))
         self._remember(shape, verdict)
         if verdict.reason is Reason.FALLBACK:
             self.fallbacks += 1

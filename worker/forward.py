@@ -116,6 +116,6 @@ class Forward:
             step.token_ids, step.positions, step.kv_slots, padded_rows, fill_head
         )
         token_ids = inputs.token_ids[: step.num_rows]
-        if int(step.token_ids.min()) < 0:
+        if step.reads_slots:
             token_ids = self._sampler.tables.token_ids(token_ids)
         return token_ids, inputs

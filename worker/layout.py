@@ -21,6 +21,7 @@ class Candidate:
     phase: Phase
     forced: int  # Kernel of worker.proto; 0: none
     segments: NDArray[np.intp]  # ascending
+    is_whole_step: bool = False  # known: all segments, which read every node
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,6 +48,11 @@ class AttentionGroup:
 
 def candidates(step: Step) -> Iterator[Candidate]:
     """Decode segments are one candidate, the others one a tree; a forced kernel divides further."""
+    if step.is_one_tree:
+        forced = int(step.segment_kernel[0])
+        segments = np.arange(step.layout.num_segments)
+        yield Candidate(phase=Phase.PREFILL, forced=forced, segments=segments, is_whole_step=True)
+        return
     decode = step.segment_kind == DECODE
     # Items without a context have no tree; they count as one more, -1.
     tree = np.where(decode, -2, _roots(step.layout)[step.layout.segment_node])
@@ -66,6 +72,11 @@ def _roots(layout: AttentionLayout) -> Int32:
     # Depth first: the latest root before a node is the node's.
     root = np.maximum.accumulate(np.where(layout.node_parent < 0, nodes, 0))
     return np.append(root, np.int32(-1))
+
+
+def part_of(layout: AttentionLayout, candidate: Candidate) -> AttentionLayout:
+    """What the candidate is of a step's layout."""
+    return layout if candidate.is_whole_step else sub_layout(layout, candidate.segments)
 
 
 def sub_layout(layout: AttentionLayout, segments: NDArray[np.intp]) -> AttentionLayout:
@@ -91,6 +102,8 @@ def sub_layout(layout: AttentionLayout, segments: NDArray[np.intp]) -> Attention
 
 def group(step: Step, phase: Phase, segments: NDArray[np.intp]) -> AttentionGroup:
     layout = step.layout
+    if step.is_one_tree:
+        return AttentionGroup(phase=phase, layout=layout, rows=slice(0, step.num_rows))
     first, last = int(segments[0]), int(segments[-1])
     rows: slice | NDArray[np.intp]
     if last - first + 1 == len(segments):

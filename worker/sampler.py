@@ -23,7 +23,8 @@ from stemserve.worker.host_draw import draw_on_host
 from stemserve.worker.logit_edits import LogitEdits
 from stemserve.worker.read_tokens import ReadTokens
 from stemserve.worker.sampler_params import SamplerParams, TokenMask
-from stemserve.worker.step import Samples, Step
+from stemserve.worker.step import Step
+from stemserve.worker.step_reads import Samples
 from stemserve.worker.transfer import to_host
 
 
@@ -63,6 +64,8 @@ class Sampler:
 
     def check(self, step: Step) -> None:
         """Raises BadPlan where the step reads a slot that holds nothing."""
+        if not (step.reads_slots or len(step.samples.slots)):
+            return
         unknown = step.samples.slots[~self._is_known[step.samples.slots]]
         if len(unknown):
             self._refuse_unknown(np.setdiff1d(unknown, [params.slot for params in step.samplers]))

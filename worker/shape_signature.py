@@ -7,7 +7,7 @@ import numpy as np
 
 from stemserve.kernels.layout import AttentionLayout, Int32
 from stemserve.kernels.strategy import Phase
-from stemserve.worker.layout import Candidate, sub_layout
+from stemserve.worker.layout import Candidate, part_of
 
 Signature = tuple[object, ...]
 
@@ -23,7 +23,7 @@ def signature(layout: AttentionLayout, candidate: Candidate) -> Signature:
         segment = int(segments[0])
         rows, chain = int(layout.segment_rows[segment]), int(layout.chain_tokens[segment])
         return (*kind, bool(layout.segment_is_item[segment]), _bucket(rows), _bucket(chain))
-    part = sub_layout(layout, segments)
+    part = part_of(layout, candidate)
     if len(segments) <= EXACT_SEGMENTS:
         return (*kind, *_exact(part, candidate.phase))
     return (*kind, *_rough(part))

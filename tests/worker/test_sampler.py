@@ -16,7 +16,8 @@ from stemserve.proto.v1 import worker_pb2
 from stemserve.worker.blobs import BadPlan, encode_float32
 from stemserve.worker.sampler import Drawn, Sampler
 from stemserve.worker.sampler_params import TokenMask, decode_mask, decode_sampler
-from stemserve.worker.step import Samples, decode_step
+from stemserve.worker.step import decode_step
+from stemserve.worker.step_reads import Samples
 from stemserve.worker.uniform import uniform
 
 B28 = [2.0, 1.0, 0.0, -1.0]

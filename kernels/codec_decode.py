@@ -4,14 +4,13 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from stemserve.kernels.attention_state import AttentionState, LayerKV
 from stemserve.kernels.codec_division import Division, PieceCosts
 from stemserve.kernels.codec_hopper import TAKEN_UNASKED, HopperTree, hopper_takes
-from stemserve.kernels.codec_host_tables import Capacity, HostTables
+from stemserve.kernels.codec_host_tables import Capacity, HostTables, host_work
 from stemserve.kernels.codec_launch import LOG2E, DecodeNumbers, TritonTree, launch_shape
 from stemserve.kernels.codec_pairs import Pairing
 from stemserve.kernels.codec_pieces import DEFAULT_COSTS, DEFAULT_DIVISION
@@ -20,7 +19,7 @@ from stemserve.kernels.codec_tables import DeviceTables
 from stemserve.kernels.codec_tiles import STEP_TOKENS, TILE_ROWS
 from stemserve.kernels.eligibility import decode_refusal
 from stemserve.kernels.layout import AttentionLayout, HeadShape
-from stemserve.kernels.strategy import Kernel, Part, Phase, Work
+from stemserve.kernels.strategy import Kernel, Phase, Work
 
 PAGE_SIZES = tuple(size for size in (8, 16, 32, 64) if size <= STEP_TOKENS)
 
@@ -42,15 +41,6 @@ class DecodePlan:
     @property
     def work(self) -> Work:
         return host_work(self.tables.host)
-
-
-def host_work(host: HostTables) -> Work:
-    pieces = host.pieces
-    rows = pieces.high - pieces.low
-    tree = Part(engine="tree", rows=rows, kv_tokens=pieces.tokens)
-    if not host.merges:
-        return Work(parts=(tree,))
-    return Work(parts=(tree, Part(engine="merge", rows=rows, kv_tokens=np.zeros_like(rows))))
 
 
 class CodecDecode:

@@ -5,10 +5,13 @@ from functools import cached_property, lru_cache
 from itertools import accumulate, pairwise
 from typing import Protocol
 
+import numpy as np
+
 from stemserve.kernels.codec_pieces import Pieces, records
 from stemserve.kernels.codec_streams import TileStreams
 from stemserve.kernels.codec_tiles import STEP_TOKENS
 from stemserve.kernels.layout import AttentionLayout, Int32
+from stemserve.kernels.strategy import Part, Work
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,6 +75,15 @@ class HostTables:
     @cached_property
     def records(self) -> Int32:
         return self.sections.records()
+
+
+def host_work(host: HostTables) -> Work:
+    pieces = host.pieces
+    rows = pieces.high - pieces.low
+    tree = Part(engine="tree", rows=rows, kv_tokens=pieces.tokens)
+    if not host.merges:
+        return Work(parts=(tree,))
+    return Work(parts=(tree, Part(engine="merge", rows=rows, kv_tokens=np.zeros_like(rows))))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

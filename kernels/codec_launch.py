@@ -10,27 +10,13 @@ from torch import Tensor
 from stemserve.kernels import codec_triton
 from stemserve.kernels.attention_state import AttentionState, LayerKV
 from stemserve.kernels.codec_division import Division
+from stemserve.kernels.codec_launch_shape import LaunchShape, padded_dim, shape_of
 from stemserve.kernels.codec_tables import DeviceTables
 from stemserve.kernels.layout import HeadShape
 from stemserve.kernels.overlap import overlap
 
 LOG2E = 1 / math.log(2)
 KERNELS: Any = codec_triton  # untyped: device code
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LaunchShape:
-    """How a head of some bytes is best read (H200)."""
-
-    resident: int  # CTAs an SM
-    stages: int  # steps in shared memory
-    warps: int
-    registers: int | None = None
-
-
-NARROW = LaunchShape(resident=2, stages=3, warps=4)  # to 256 bytes a head
-WIDE = LaunchShape(resident=1, stages=2, warps=8)  # to 512
-WIDEST = LaunchShape(resident=1, stages=1, warps=8)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,14 +36,8 @@ class DecodeNumbers:
         return self.page_dtype not in (None, self.dtype)
 
 
-def padded_dim(head_dim: int) -> int:
-    """The least power of two that holds a head, and a matrix product's least size."""
-    return max(16, 1 << (head_dim - 1).bit_length())
-
-
 def launch_shape(shape: HeadShape, numbers: DecodeNumbers) -> LaunchShape:
-    head_bytes = padded_dim(shape.head_dim) * numbers.dtype.itemsize
-    return NARROW if head_bytes <= 256 else WIDE if head_bytes <= 512 else WIDEST
+    return shape_of(padded_dim(shape.head_dim) * numbers.dtype.itemsize)
 
 
 class TritonTree:

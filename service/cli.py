@@ -6,6 +6,7 @@ from stemserve.service.commands import prefixes as cli_prefixes
 from stemserve.service.commands.bench import bench
 from stemserve.service.commands.calibrate import calibrate
 from stemserve.service.commands.call import access_options
+from stemserve.service.commands.capacity import capacity
 from stemserve.service.commands.explain import explain
 from stemserve.service.commands.generate import generate
 from stemserve.service.commands.make_key import make_key
@@ -32,6 +33,10 @@ app.command(short_help="Continue a prompt, with one or several samples.")(genera
 app.add_typer(cli_prefixes.app, name="prefixes", short_help="Register, show, renew, release.")
 app.command(short_help="Show the prefix forest of a request and its costs.")(explain)
 app.command(short_help="Measure what attention costs on this machine.")(calibrate)
+app.command(
+    short_help="Predict how many GPUs a load needs.",
+    context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
+)(capacity)
 app.command(short_help="Measure a server, or the rows of the baselines.")(bench)
 app.command(short_help="Make a key for a caller.")(make_key)
 

@@ -13,6 +13,7 @@ import grpc
 from stemserve.json_log import log_to_stderr
 from stemserve.proto.v1 import worker_pb2_grpc
 from stemserve.worker.calibrate import calibrate
+from stemserve.worker.capacity.command import capacity
 from stemserve.worker.config import ConfigError, WorkerConfig, parse_config
 from stemserve.worker.lifetime import Lifetime, Stopped
 from stemserve.worker.models.errors import ModelError
@@ -46,6 +47,8 @@ def main(arguments: Sequence[str]) -> int:
     try:
         if list(arguments[:1]) == ["calibrate"]:
             return calibrate(arguments[1:])
+        if list(arguments[:1]) == ["capacity"]:
+            return capacity(arguments[1:])
         config = parse_config(arguments)
         log_to_stderr(level=config.log_level, form=config.log_format, process="worker")
         with Lifetime.watched(config.parent_fd) as lifetime:

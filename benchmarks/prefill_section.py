@@ -1,6 +1,5 @@
 """Measure every strategy of prefill on a shape, and what dispatch's choice costs there."""
 
-import statistics
 from functools import partial
 from typing import Any
 
@@ -11,6 +10,7 @@ from kernel_clock import eager_us, graph_of, host_ms, replay_us
 from kernel_summary import NO_DIFFERENCE_US, regret
 from prefill_check import Checked, inputs
 from prefill_shapes import PrefillShape
+from turns import in_turns
 
 from stemserve.kernels.attention_state import AttentionState, LayerKV
 from stemserve.kernels.layout import AttentionLayout
@@ -20,7 +20,6 @@ from stemserve.worker.dispatch import Prediction
 Row = dict[str, Any]
 
 FULL_PROMPT_BYTES = 16 << 30  # more are not made
-NEAR = 1.15  # times the best
 
 
 def measure_shape(shape: PrefillShape, choices: Choices, rounds: int) -> Row:
@@ -36,7 +35,9 @@ def measure_shape(shape: PrefillShape, choices: Choices, rounds: int) -> Row:
         found[str(prediction.kernel)] = {"predicted_us": _us(prediction.seconds)} | entry
         if call is not None:
             calls[str(prediction.kernel)] = call
-    for name, us in _in_turns(calls, rounds).items():
+    # Back-to-back eager calls decide, as they do between the layers of a model.
+    timers = {name: partial(eager_us, call) for name, call in calls.items()}
+    for name, us in in_turns(timers, rounds).items():
         found[name]["us"] = us
         found[name]["graph_us"] = _graph_us(calls[name])
     chosen = str(predictions[0].kernel)
@@ -91,22 +92,6 @@ def _prepare(
     except Exception as reason:  # one strategy's failure is listed, the others go on
         torch.cuda.synchronize()
         return {"failed": repr(reason)[:300]}, None
-
-
-def _in_turns(calls: dict[str, partial[AttentionState]], rounds: int) -> dict[str, float]:
-    """Back-to-back eager calls decide, as they do between the layers of a model.
-
-    Those near the best get more rounds: between them a choice is right or wrong.
-    """
-    times: dict[str, list[float]] = {name: [] for name in calls}
-    near = list(calls)
-    for turn in range(3 * rounds if len(calls) > 1 else rounds):
-        if turn == rounds:
-            best = min(statistics.median(us) for us in times.values())
-            near = [name for name, us in times.items() if statistics.median(us) <= NEAR * best]
-        for name in near:
-            times[name].append(eager_us(calls[name]))
-    return {name: round(statistics.median(us), 2) for name, us in times.items()}
 
 
 def _graph_us(call: partial[AttentionState]) -> float | None:

@@ -15,6 +15,7 @@ from rich.progress import Progress as ProgressBar
 
 from stemserve.kernels.layout import HeadShape
 from stemserve.kernels.pricing.calibration import Progress, measure_cost_table, plan_for
+from stemserve.kernels.pricing.common_hosts import with_common_hosts
 from stemserve.kernels.pricing.cost_table_file import tables_json
 from stemserve.worker.config import ConfigError, Device, Dtype, positive
 from stemserve.worker.device_choice import pick_device, pick_dtype
@@ -59,10 +60,10 @@ def calibrate(arguments: Sequence[str]) -> int:
     try:
         plan = plan_for(device, quick=config.quick)
         with _progress() as progress:
-            tables = [measure_cost_table(shape, device, dtype, progress, plan) for shape in heads]
+            measured = [measure_cost_table(shape, device, dtype, progress, plan) for shape in heads]
     except KeyboardInterrupt:
         return INTERRUPTED
-    config.output.write_text(tables_json(tables))
+    config.output.write_text(tables_json(with_common_hosts(measured)))
     log.info("wrote %s; use it with --cost-table", config.output)
     return 0
 

@@ -96,6 +96,7 @@ class TenantConfig:
     requests_per_second: float = 0.0
     tokens_per_second: float = 0.0  # that have to be computed, and generated ones
     max_prefix_bytes: int = 0  # of KV that its registered prefixes take
+    max_trie_bytes: int = 0  # of memory that its tries take, uploads included
 
     def __post_init__(self) -> None:
         for value in self.key_sha256:
@@ -109,7 +110,12 @@ class TenantConfig:
             raise ConfigError(
                 f"max_priority {self.max_priority} must be 0, which calls have, or more"
             )
-        quotas = (self.requests_per_second, self.tokens_per_second, self.max_prefix_bytes)
+        quotas = (
+            self.requests_per_second,
+            self.tokens_per_second,
+            self.max_prefix_bytes,
+            self.max_trie_bytes,
+        )
         if any(not 0 <= quota < math.inf for quota in quotas):
             raise ConfigError("quotas of a tenant must be 0 (none) or more")
 

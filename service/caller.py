@@ -13,6 +13,7 @@ class Caller:
     group: str = ""  # tenants of one sharing group share the prefixes that they register as shared
     group_salt: bytes = b""  # of their full pages
     max_prefix_bytes: int = 0  # of KV that its registered prefixes take; 0: no limit
+    max_trie_bytes: int = 0  # of memory that its tries take; 0: no limit
     max_priority: int | None = None  # of its calls; None: no limit
 
 

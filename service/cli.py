@@ -3,6 +3,7 @@
 import typer
 
 from stemserve.service.commands import prefixes as cli_prefixes
+from stemserve.service.commands import tries as cli_tries
 from stemserve.service.commands.bench import bench
 from stemserve.service.commands.calibrate import calibrate
 from stemserve.service.commands.call import access_options
@@ -31,6 +32,7 @@ app.command(
 app.command(short_help="Score many items that continue one text, or several.")(score)
 app.command(short_help="Continue a prompt, with one or several samples.")(generate)
 app.add_typer(cli_prefixes.app, name="prefixes", short_help="Register, show, renew, release.")
+app.add_typer(cli_tries.app, name="tries", short_help="Upload, show, delete sets of sequences.")
 app.command(short_help="Show the prefix forest of a request and its costs.")(explain)
 app.command(short_help="Measure what attention costs on this machine.")(calibrate)
 app.command(

@@ -12,19 +12,21 @@ from stemserve.proto.v1 import (
     info_pb2_grpc,
     prefixes_pb2,
     prefixes_pb2_grpc,
+    tries_pb2_grpc,
 )
 from stemserve.service import client_decoding as decoding
 from stemserve.service.chat_request import chat_request
-from stemserve.service.client_calls import NOT_KNOWN, Calls, Metadata, answer_of, answers_of
+from stemserve.service.client_answers import Metadata, answer_of, answers_of
+from stemserve.service.client_calls import NOT_KNOWN, Calls
 from stemserve.service.client_channel import OPTIONS, PLAINTEXT, Access, Headers, open_channel
 from stemserve.service.client_errors import ClientError, status_error
+from stemserve.service.client_modes import Mode, with_mode
 from stemserve.service.client_prefixes import KnownPrefixes, with_id
 from stemserve.service.client_results import GenerateStep, Prefix, Scores
 from stemserve.service.client_routing import route
+from stemserve.service.client_tries import TrieCalls
 from stemserve.service.packed_tokens import pack
 from stemserve.service.request import Int32
-
-Mode = inference_pb2.LabelProbabilities | inference_pb2.LogLikelihood | inference_pb2.Classification
 
 
 class Client:
@@ -45,8 +47,9 @@ class Client:
         """`timeout_s` is the deadline of each call. Raises OSError if a file of `access` is bad.
         `headers` gives metadata to go with a call, such as the `traceparent` of the span around it.
 
-        `reregister` is for a router before several servers: a prefix that this client registered
-        is registered again on a server that does not know it, also where it had expired.
+        `reregister` is for a router before several servers: a prefix that this client registered,
+        or a trie that it uploaded, is told again to a server that does not know it, also where it
+        had expired.
         """
         self._channel = open_channel(target, access, OPTIONS, headers=headers)
         self._timeout_s = timeout_s
@@ -54,7 +57,9 @@ class Client:
         self._prefixes: Any = prefixes_pb2_grpc.PrefixesStub(self._channel)
         self._info: Any = info_pb2_grpc.InfoStub(self._channel)
         self._known = KnownPrefixes() if reregister else None
-        self._calls = Calls(self._prefixes, known=self._known, timeout_s=timeout_s)
+        tries: Any = tries_pb2_grpc.TriesStub(self._channel)
+        self.tries = TrieCalls(tries, remembers=reregister, timeout_s=timeout_s)
+        self._calls = Calls(self._prefixes, self.tries, known=self._known, timeout_s=timeout_s)
 
     async def __aenter__(self) -> Self:
         return self
@@ -81,7 +86,7 @@ class Client:
     ) -> Scores:
         """Score texts as continuations of the query, or of the contexts."""
         request = inference_pb2.ScoreRequest(items=items, query=query, contexts=contexts)
-        return await self.score_request(_with_mode(request, mode, options))
+        return await self.score_request(with_mode(request, mode, options))
 
     async def score_tokens(
         self,
@@ -99,7 +104,7 @@ class Client:
             ),
             contexts=contexts,
         )
-        return await self.score_request(_with_mode(request, mode, options))
+        return await self.score_request(with_mode(request, mode, options))
 
     async def rank(self, query: str, prefix_ids: Sequence[str]) -> Scores:
         """Log P(query | prefix) for each registered prefix: one row each, in their order."""
@@ -169,7 +174,7 @@ class Client:
         self, request: inference_pb2.GenerateRequest
     ) -> AsyncGenerator[GenerateStep, None]:
         """Closing it early cancels the call."""
-        begun = tried_again = False
+        begun, told = False, set[str]()
         while True:
             call = self._inference.Generate(
                 request, timeout=self._timeout_s, metadata=route(request)
@@ -181,9 +186,11 @@ class Client:
                         yield decoding.generate_step(answer)
                 return
             except ClientError as error:
-                if begun or tried_again or not await self._calls.registered_again(error, request):
+                if begun or error.reason in told:
                     raise
-                tried_again = True
+                if not await self._calls.told_again(error, request):
+                    raise
+                told.add(error.reason)
 
     async def chat(
         self,
@@ -273,20 +280,3 @@ class Client:
 def token_blob(tokens: Int32) -> bytes:
     """Token ids as the fields of type bytes hold them."""
     return tokens.astype("<u4").tobytes()
-
-
-def _with_mode(
-    request: inference_pb2.ScoreRequest,
-    mode: Mode,
-    options: inference_pb2.ScoreRequest | None,
-) -> inference_pb2.ScoreRequest:
-    match mode:
-        case inference_pb2.LabelProbabilities():
-            request.label_probabilities.CopyFrom(mode)
-        case inference_pb2.LogLikelihood():
-            request.log_likelihood.CopyFrom(mode)
-        case inference_pb2.Classification():
-            request.classification.CopyFrom(mode)
-    if options is not None:
-        request.MergeFrom(options)
-    return request

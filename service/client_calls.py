@@ -1,18 +1,15 @@
-"""Make the client library's calls; tell a server the prefixes that it lacks."""
+"""Make the client library's calls; tell a server the prefixes and the trie that it lacks."""
 
-from collections.abc import AsyncGenerator, Awaitable
-from typing import Any, TypeVar
+from typing import Any
 
-import grpc
 from google.protobuf.message import Message
 
 from stemserve.proto.v1 import prefixes_pb2
-from stemserve.service.client_errors import ClientError, client_error
+from stemserve.service.client_answers import Metadata, answer_of
+from stemserve.service.client_errors import ClientError
 from stemserve.service.client_prefixes import KnownPrefixes
 from stemserve.service.client_routing import prefix_ids, route
-
-Metadata = tuple[tuple[str, str], ...]
-Answer = TypeVar("Answer")
+from stemserve.service.client_tries import NO_TRIE, TrieCalls
 
 NOT_KNOWN = "PREFIX_NOT_FOUND"  # the reason in a server's error
 
@@ -21,23 +18,32 @@ class Calls:
     """With `known` a call that names a prefix which its server lacks is made twice."""
 
     def __init__(
-        self, prefixes: Any, *, known: KnownPrefixes | None, timeout_s: float | None
+        self,
+        prefixes: Any,
+        tries: TrieCalls,
+        *,
+        known: KnownPrefixes | None,
+        timeout_s: float | None,
     ) -> None:
         self._prefixes = prefixes
+        self._tries = tries
         self._known = known
         self._timeout_s = timeout_s
 
     async def answer(self, method: Any, request: Message) -> Any:
-        metadata = route(request)
-        try:
-            return await answer_of(method(request, timeout=self._timeout_s, metadata=metadata))
-        except ClientError as error:
-            if not await self.registered_again(error, request):
-                raise
-        return await answer_of(method(request, timeout=self._timeout_s, metadata=metadata))
+        metadata, told = route(request), set[str]()
+        while True:
+            try:
+                return await answer_of(method(request, timeout=self._timeout_s, metadata=metadata))
+            except ClientError as error:
+                if error.reason in told or not await self.told_again(error, request):
+                    raise
+                told.add(error.reason)
 
-    async def registered_again(self, error: ClientError, request: Message) -> bool:
-        """Whether the server to which `request` goes has prefixes now that it lacked."""
+    async def told_again(self, error: ClientError, request: Message) -> bool:
+        """Whether the server of `request` now has prefixes, or a trie, that it lacked."""
+        if error.reason == NO_TRIE:
+            return await self._tries.uploaded_again(request)
         if self._known is None or error.reason != NOT_KNOWN:
             return False
         told = False
@@ -59,20 +65,3 @@ class Calls:
                 raise
             return False
         return True
-
-
-async def answer_of(call: Awaitable[Any]) -> Any:
-    try:
-        return await call
-    except grpc.aio.AioRpcError as error:
-        raise client_error(error) from error
-
-
-async def answers_of(call: Any, kind: type[Answer]) -> AsyncGenerator[Answer, None]:
-    try:
-        async for answer in call:
-            yield answer
-    except grpc.aio.AioRpcError as error:
-        raise client_error(error) from error
-    finally:
-        call.cancel()

@@ -86,10 +86,11 @@ def _content(path: Path | None) -> bytes | None:
 
 def _adding(headers: Headers) -> list[Any]:
     """gRPC wants an interceptor of its own for each kind of call."""
-    kinds = ("unary_unary", "unary_stream", "stream_stream")
+    kinds = ("unary_unary", "unary_stream", "stream_unary", "stream_stream")
     bases: Sequence[Any] = (
         grpc.aio.UnaryUnaryClientInterceptor,
         grpc.aio.UnaryStreamClientInterceptor,
+        grpc.aio.StreamUnaryClientInterceptor,
         grpc.aio.StreamStreamClientInterceptor,
     )
 

@@ -59,7 +59,7 @@ class SampleNews:
     sample: int
     text: str
     token_ids: tuple[int, ...]
-    finish: str  # "", "stop" or "length"
+    finish: str  # "", "stop", "length", or "none_left": a search has no such sequence
     logprobs: tuple[float, ...] = ()  # by token, if asked for
     top_logprobs: tuple[tuple[tuple[int, float], ...], ...] = ()  # by token, most likely first
     asked_logprobs: tuple[tuple[float, ...], ...] = ()  # by token, of the request's ids; or empty
@@ -84,3 +84,15 @@ class Prefix:
     shared: bool  # with the tenant's sharing group
     ttl_seconds: float  # 0: no expiry
     expires_unix_seconds: float  # 0: never
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trie:
+    """An uploaded set of token sequences."""
+
+    trie_id: str
+    sequences: int  # that differ
+    nodes: int
+    num_bytes: int  # of the server's memory
+    ttl_seconds: float
+    expires_unix_seconds: float

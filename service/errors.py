@@ -7,6 +7,9 @@ RequestError
 ├── PrefixExists          the asked-for id names other content
 ├── NotPrefixOwner        a shared prefix that other tenants of the group registered
 ├── PrefixesFull          the registry has no room for another prefix
+├── TrieNotFound          unknown, expired or deleted trie id
+├── TrieExists            the asked-for id names another set
+├── TriesFull             there is no room for another trie
 ├── WrongModelKind        the model has no such head
 ├── QueueFull             retry later
 ├── QuotaExceeded         the tenant is over its share; retry later
@@ -63,6 +66,22 @@ class PrefixesFull(RequestError):
     pass
 
 
+class TrieNotFound(RequestError):
+    def __init__(self, trie_id: str) -> None:
+        super().__init__(f"trie {trie_id!r} is not there; call Tries.UploadTrie first")
+
+
+class TrieExists(RequestError):
+    def __init__(self, trie_id: str) -> None:
+        super().__init__(
+            f"trie {trie_id!r} exists with other sequences; delete it or use another id"
+        )
+
+
+class TriesFull(RequestError):
+    pass
+
+
 class WrongModelKind(RequestError):
     pass
 
@@ -107,6 +126,9 @@ STATUS: Mapping[type[RequestError], grpc.StatusCode] = {
     PrefixExists: grpc.StatusCode.ALREADY_EXISTS,
     NotPrefixOwner: grpc.StatusCode.PERMISSION_DENIED,
     PrefixesFull: grpc.StatusCode.RESOURCE_EXHAUSTED,
+    TrieNotFound: grpc.StatusCode.NOT_FOUND,
+    TrieExists: grpc.StatusCode.ALREADY_EXISTS,
+    TriesFull: grpc.StatusCode.RESOURCE_EXHAUSTED,
     WrongModelKind: grpc.StatusCode.UNIMPLEMENTED,
     QueueFull: grpc.StatusCode.RESOURCE_EXHAUSTED,
     QuotaExceeded: grpc.StatusCode.RESOURCE_EXHAUSTED,

@@ -38,7 +38,9 @@ class Limits:
     max_choices: int = 1_024  # texts of a constraint
     max_constraint_characters: int = 64 << 10  # of one constraint
     max_compile_ms: int = 5_000  # of one constraint
-    max_token_sequences: int = 1_000_000  # of a constraint
+    max_token_sequences: int = 1_000_000  # of a constraint or a trie
+    max_tries: int = 256  # uploaded at once
+    max_trie_bytes: int = 1 << 30  # of all of them, uploads included
     max_stream_calls: int = 64  # running at once on one ScoreStream
     max_unread_tokens: int = 8_192  # of one generation whose client does not read
     max_prefixes: int = 10_000  # registered at once

@@ -193,7 +193,7 @@ async def serve(
         core.health.open()
         put_off_full_collections()
         announce(Ready(facts=facts, ports=servers.ports, metrics_port=port, admin_port=admin))
-        keeping = asyncio.create_task(services.keeper.keep())
+        keeping = asyncio.create_task(services.keep())
         stack.callback(keeping.cancel)
         collecting = asyncio.create_task(collect_when_idle(lambda: not core.engine.running_jobs))
         stack.callback(collecting.cancel)

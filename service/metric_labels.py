@@ -12,6 +12,7 @@ from stemserve.service.errors import (
     QueueFull,
     QuotaExceeded,
     RequestError,
+    TriesFull,
     Unauthenticated,
 )
 
@@ -35,6 +36,7 @@ COUNT = tuple(2**power for power in range(13))
 ROWS = tuple(2**power for power in range(15))  # a step has up to 9,216
 
 METHODS = ("score", "score_stream", "generate", "register", "get", "list", "renew", "release")
+TRIE_METHODS = ("upload_trie", "get_trie", "list_tries", "delete_trie")
 INFO_METHODS = ("get_model", "get_limits", "get_load", "explain")
 CODES = (
     "OK",
@@ -59,10 +61,11 @@ REJECTIONS: Mapping[type[RequestError], str] = {
     QuotaExceeded: "tenant_quota",
     NeverFits: "too_large",
     PrefixesFull: "too_large",
+    TriesFull: "too_large",
     DeadlinePassed: "deadline",
     NotReady: "draining",
 }
-CONSTRAINTS = ("choice", "regex", "json_schema", "grammar", "token_sequences")
+CONSTRAINTS = ("choice", "regex", "json_schema", "grammar", "token_sequences", "trie_id")
 SPANS = ("exported", "queue_full", "refused", "stopped")
 PHASES = ("prefill", "decode", "mixed")
 SCORE_MODES = ("label_probabilities", "log_likelihood", "classification")

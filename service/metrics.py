@@ -26,6 +26,7 @@ from stemserve.service.metric_labels import (
     SCORE_MODES,
     SPANS,
     TPOT,
+    TRIE_METHODS,
     TTFT,
 )
 from stemserve.service.request import JobTiming, JobUsage, WorkerFacts
@@ -137,6 +138,10 @@ class Metrics:
     def prefixes(self, registered: int) -> None:
         self._prefixes.set(registered)
 
+    def tries(self, registered: int, num_bytes: int) -> None:
+        self._tries.set(registered)
+        self._trie_bytes.set(num_bytes)
+
     def worker_up(self, up: bool) -> None:
         self._worker_up.labels("0").set(up)
 
@@ -153,7 +158,7 @@ class Metrics:
         self._requests = make.counter(
             "requests",
             "Calls that ended",
-            method=(*METHODS, *INFO_METHODS),
+            method=(*METHODS, *TRIE_METHODS, *INFO_METHODS),
             code=CODES,
             tenant=self._tenants,
         )
@@ -178,7 +183,7 @@ class Metrics:
             "request_duration_seconds",
             "Time of a call, from its arrival to its last byte",
             RPC,
-            method=(*METHODS, *INFO_METHODS),
+            method=(*METHODS, *TRIE_METHODS, *INFO_METHODS),
         )
         self._queue = make.histogram(
             "request_queue_seconds",
@@ -256,6 +261,8 @@ class Metrics:
 
     def _make_state_instruments(self, make: Instruments) -> None:
         self._prefixes = make.gauge("prefixes_registered", "Registered prefixes of all tenants")
+        self._tries = make.gauge("tries_registered", "Uploaded tries of all tenants")
+        self._trie_bytes = make.gauge("trie_bytes", "Memory of tries and of their uploads")
         self._cache_config = make.info(
             "cache_config_info", "Always 1: the KV cache", "block_size num_gpu_blocks dtype"
         )

@@ -750,6 +750,7 @@ class GenerateRequest(google.protobuf.message.Message):
     JSON_SCHEMA_FIELD_NUMBER: builtins.int
     GRAMMAR_FIELD_NUMBER: builtins.int
     TOKEN_SEQUENCES_FIELD_NUMBER: builtins.int
+    TRIE_ID_FIELD_NUMBER: builtins.int
     BEAM_SEARCH_FIELD_NUMBER: builtins.int
     STREAM_INTERVAL_FIELD_NUMBER: builtins.int
     request_id: builtins.str
@@ -774,6 +775,8 @@ class GenerateRequest(google.protobuf.message.Message):
     """JSON text; "{}": any JSON value. Written on one line, with ", " and ": " """
     grammar: builtins.str
     """Lark, as llguidance reads it, with the rule `start`"""
+    trie_id: builtins.str
+    """one of the sequences that Tries.UploadTrie took"""
     stream_interval: builtins.int
     """Tokens of a sample that make a message; 1: one a step. Absent or 0: one a step too, but under load a message waits up to
     max_stream_delay_ms for more tokens. The first and the last ones of a sample never wait.
@@ -832,17 +835,18 @@ class GenerateRequest(google.protobuf.message.Message):
         json_schema: builtins.str = ...,
         grammar: builtins.str = ...,
         token_sequences: Global___PackedTokens | None = ...,
+        trie_id: builtins.str = ...,
         beam_search: Global___BeamSearch | None = ...,
         stream_interval: builtins.int = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["_max_new_tokens", b"_max_new_tokens", "_n", b"_n", "beam_search", b"beam_search", "chat", b"chat", "choice", b"choice", "constraint", b"constraint", "grammar", b"grammar", "json_schema", b"json_schema", "max_new_tokens", b"max_new_tokens", "n", b"n", "prompt", b"prompt", "regex", b"regex", "sampling", b"sampling", "token_sequences", b"token_sequences"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_max_new_tokens", b"_max_new_tokens", "_n", b"_n", "beam_search", b"beam_search", "chat", b"chat", "choice", b"choice", "constraint", b"constraint", "grammar", b"grammar", "ignore_eos", b"ignore_eos", "json_schema", b"json_schema", "kernel", b"kernel", "logprob_token_ids", b"logprob_token_ids", "logprobs", b"logprobs", "max_new_tokens", b"max_new_tokens", "min_new_tokens", b"min_new_tokens", "n", b"n", "priority", b"priority", "prompt", b"prompt", "prompt_logprobs", b"prompt_logprobs", "regex", b"regex", "request_id", b"request_id", "sampling", b"sampling", "stop", b"stop", "stop_token_ids", b"stop_token_ids", "stream_interval", b"stream_interval", "token_sequences", b"token_sequences", "top_logprobs", b"top_logprobs"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["_max_new_tokens", b"_max_new_tokens", "_n", b"_n", "beam_search", b"beam_search", "chat", b"chat", "choice", b"choice", "constraint", b"constraint", "grammar", b"grammar", "json_schema", b"json_schema", "max_new_tokens", b"max_new_tokens", "n", b"n", "prompt", b"prompt", "regex", b"regex", "sampling", b"sampling", "token_sequences", b"token_sequences", "trie_id", b"trie_id"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_max_new_tokens", b"_max_new_tokens", "_n", b"_n", "beam_search", b"beam_search", "chat", b"chat", "choice", b"choice", "constraint", b"constraint", "grammar", b"grammar", "ignore_eos", b"ignore_eos", "json_schema", b"json_schema", "kernel", b"kernel", "logprob_token_ids", b"logprob_token_ids", "logprobs", b"logprobs", "max_new_tokens", b"max_new_tokens", "min_new_tokens", b"min_new_tokens", "n", b"n", "priority", b"priority", "prompt", b"prompt", "prompt_logprobs", b"prompt_logprobs", "regex", b"regex", "request_id", b"request_id", "sampling", b"sampling", "stop", b"stop", "stop_token_ids", b"stop_token_ids", "stream_interval", b"stream_interval", "token_sequences", b"token_sequences", "top_logprobs", b"top_logprobs", "trie_id", b"trie_id"]) -> None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_max_new_tokens", b"_max_new_tokens"]) -> typing.Literal["max_new_tokens"] | None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_n", b"_n"]) -> typing.Literal["n"] | None: ...
     @typing.overload
-    def WhichOneof(self, oneof_group: typing.Literal["constraint", b"constraint"]) -> typing.Literal["choice", "regex", "json_schema", "grammar", "token_sequences"] | None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["constraint", b"constraint"]) -> typing.Literal["choice", "regex", "json_schema", "grammar", "token_sequences", "trie_id"] | None: ...
 
 Global___GenerateRequest: typing_extensions.TypeAlias = GenerateRequest
 

@@ -132,6 +132,8 @@ class GetLimitsResponse(google.protobuf.message.Message):
     MAX_CONSTRAINT_CHARACTERS_FIELD_NUMBER: builtins.int
     MAX_COMPILE_MS_FIELD_NUMBER: builtins.int
     MAX_TOKEN_SEQUENCES_FIELD_NUMBER: builtins.int
+    MAX_TRIES_FIELD_NUMBER: builtins.int
+    MAX_TRIE_BYTES_FIELD_NUMBER: builtins.int
     MAX_QUEUED_MS_FIELD_NUMBER: builtins.int
     MAX_CHAT_MESSAGES_FIELD_NUMBER: builtins.int
     MAX_CHAT_RENDER_MS_FIELD_NUMBER: builtins.int
@@ -173,7 +175,11 @@ class GetLimitsResponse(google.protobuf.message.Message):
     max_compile_ms: builtins.int
     """of one constraint"""
     max_token_sequences: builtins.int
-    """of a constraint"""
+    """of a constraint or a trie"""
+    max_tries: builtins.int
+    """uploaded at once"""
+    max_trie_bytes: builtins.int
+    """of all of them, uploads included"""
     max_queued_ms: builtins.int
     """that all accepted work may take, at the speed that the worker has shown"""
     max_chat_messages: builtins.int
@@ -210,12 +216,14 @@ class GetLimitsResponse(google.protobuf.message.Message):
         max_constraint_characters: builtins.int = ...,
         max_compile_ms: builtins.int = ...,
         max_token_sequences: builtins.int = ...,
+        max_tries: builtins.int = ...,
+        max_trie_bytes: builtins.int = ...,
         max_queued_ms: builtins.int = ...,
         max_chat_messages: builtins.int = ...,
         max_chat_render_ms: builtins.int = ...,
         max_beams: builtins.int = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["kv_pages", b"kv_pages", "max_beams", b"max_beams", "max_chat_messages", b"max_chat_messages", "max_chat_render_ms", b"max_chat_render_ms", "max_choices", b"max_choices", "max_compile_ms", b"max_compile_ms", "max_concurrent_calls", b"max_concurrent_calls", "max_constraint_characters", b"max_constraint_characters", "max_contexts", b"max_contexts", "max_items", b"max_items", "max_label_tokens", b"max_label_tokens", "max_labels", b"max_labels", "max_message_bytes", b"max_message_bytes", "max_metadata_bytes", b"max_metadata_bytes", "max_n", b"max_n", "max_prefix_tokens", b"max_prefix_tokens", "max_prefixes", b"max_prefixes", "max_queued_ms", b"max_queued_ms", "max_queued_requests", b"max_queued_requests", "max_queued_tokens", b"max_queued_tokens", "max_request_tokens", b"max_request_tokens", "max_step_tokens", b"max_step_tokens", "max_stop_characters", b"max_stop_characters", "max_stop_strings", b"max_stop_strings", "max_stream_calls", b"max_stream_calls", "max_text_characters", b"max_text_characters", "max_token_sequences", b"max_token_sequences", "max_top_logprobs", b"max_top_logprobs", "max_unread_tokens", b"max_unread_tokens", "page_size", b"page_size"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["kv_pages", b"kv_pages", "max_beams", b"max_beams", "max_chat_messages", b"max_chat_messages", "max_chat_render_ms", b"max_chat_render_ms", "max_choices", b"max_choices", "max_compile_ms", b"max_compile_ms", "max_concurrent_calls", b"max_concurrent_calls", "max_constraint_characters", b"max_constraint_characters", "max_contexts", b"max_contexts", "max_items", b"max_items", "max_label_tokens", b"max_label_tokens", "max_labels", b"max_labels", "max_message_bytes", b"max_message_bytes", "max_metadata_bytes", b"max_metadata_bytes", "max_n", b"max_n", "max_prefix_tokens", b"max_prefix_tokens", "max_prefixes", b"max_prefixes", "max_queued_ms", b"max_queued_ms", "max_queued_requests", b"max_queued_requests", "max_queued_tokens", b"max_queued_tokens", "max_request_tokens", b"max_request_tokens", "max_step_tokens", b"max_step_tokens", "max_stop_characters", b"max_stop_characters", "max_stop_strings", b"max_stop_strings", "max_stream_calls", b"max_stream_calls", "max_text_characters", b"max_text_characters", "max_token_sequences", b"max_token_sequences", "max_top_logprobs", b"max_top_logprobs", "max_trie_bytes", b"max_trie_bytes", "max_tries", b"max_tries", "max_unread_tokens", b"max_unread_tokens", "page_size", b"page_size"]) -> None: ...
 
 Global___GetLimitsResponse: typing_extensions.TypeAlias = GetLimitsResponse
 

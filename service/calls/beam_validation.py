@@ -20,7 +20,7 @@ MODES = {
     inference_pb2.EARLY_STOPPING_FIRST: EarlyStopping.FIRST,
     inference_pb2.EARLY_STOPPING_NEVER: EarlyStopping.NEVER,
 }
-TOKEN_SETS = frozenset({"token_sequences"})  # constraints whose ends are the request's
+TOKEN_SETS = frozenset({"token_sequences", "trie_id"})  # constraints whose ends are the request's
 # All others change what is drawn, or when a sample ends.
 POSSIBLE = frozenset(
     {
@@ -41,6 +41,7 @@ POSSIBLE = frozenset(
         "json_schema",
         "grammar",
         "token_sequences",
+        "trie_id",
     }
 )
 

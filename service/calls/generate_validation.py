@@ -152,6 +152,11 @@ def _check_constraint(request: inference_pb2.GenerateRequest, limits: Limits) ->
         limit = limits.max_token_sequences
         check_count("token_sequences", count, "max_token_sequences", limit)
         return
+    if kind == "trie_id":
+        if not request.trie_id:
+            raise InvalidRequest(kind, "is empty")
+        check_id(kind, request.trie_id)
+        return
     if kind != "choice":
         text: str = getattr(request, kind)
         if not text:

@@ -63,7 +63,7 @@ class GenerateEncoder:
             check_end(request, ends, vocab_size)
         context = await self._context(request, caller)
         prompt = context.tokens
-        constraint = await self._constraints.of(request)
+        constraint = await self._constraints.of(request, caller)
         room = _room(prompt, self._facts.context_tokens)
         seed = request.sampling.seed if request.sampling.HasField("seed") else entropy
         asked_ids = decode_ids("logprob_token_ids", request.logprob_token_ids, vocab_size)

@@ -11,7 +11,7 @@ from stemserve.service.caller import Caller, current_caller
 from stemserve.service.calls.context_encoder import ContextEncoder, EncodedContext
 from stemserve.service.calls.prefix_keeper import PrefixKeeper
 from stemserve.service.calls.prefix_registry import NewPrefix, PrefixRegistry, RegisteredPrefix
-from stemserve.service.calls.validation import check_characters, check_id, check_tokens
+from stemserve.service.calls.validation import check_characters, check_id, check_tokens, check_ttl
 from stemserve.service.calls.wire_tokens import TOKEN_BYTES
 from stemserve.service.engine import Engine
 from stemserve.service.errors import InvalidRequest, NotPrefixOwner, PrefixNotFound
@@ -87,7 +87,7 @@ class PrefixesServicer(prefixes_pb2_grpc.PrefixesServicer):
         self, request: prefixes_pb2.RenewRequest, context: Context
     ) -> prefixes_pb2.RenewResponse:
         check_id("prefix_id", request.prefix_id)
-        _check_ttl(request.ttl_seconds)
+        check_ttl(request.ttl_seconds)
         caller = current_caller()
         prefix = self._registry.renew(caller, request.prefix_id, ttl_s=request.ttl_seconds)
         return prefixes_pb2.RenewResponse(prefix=await self._message(prefix))
@@ -161,13 +161,8 @@ class PrefixesServicer(prefixes_pb2_grpc.PrefixesServicer):
 def _check_register(request: prefixes_pb2.RegisterRequest, limits: Limits) -> None:
     check_id("prefix_id", request.prefix_id)
     check_id("parent_prefix_id", request.parent_prefix_id)
-    _check_ttl(request.ttl_seconds)
+    check_ttl(request.ttl_seconds)
     if not request.text and not request.tokens:
         raise InvalidRequest("content", "is empty; give text or tokens")
     check_characters(len(request.text), limits)
     check_tokens("tokens", len(request.tokens) // TOKEN_BYTES, limits)
-
-
-def _check_ttl(ttl_s: float) -> None:
-    if not math.isfinite(ttl_s) or ttl_s < 0:
-        raise InvalidRequest("ttl_seconds", f"{ttl_s} is not a number of seconds")

@@ -6,6 +6,8 @@ import json
 from functools import partial
 
 from stemserve.proto.v1 import inference_pb2
+from stemserve.service.caller import Caller
+from stemserve.service.calls.trie_registry import TrieRegistry
 from stemserve.service.calls.wire_tokens import decode_ids, decode_packed
 from stemserve.service.constraints.compiler import ConstraintCompiler
 from stemserve.service.constraints.constraint import Constraint
@@ -13,19 +15,28 @@ from stemserve.service.constraints.grammar import Source
 from stemserve.service.constraints.token_trie import TokenTrie
 from stemserve.service.constraints.trie_builder import TrieBuilder
 from stemserve.service.errors import InvalidRequest
+from stemserve.service.metrics import Metrics
 
 SEQUENCES = "token_sequences"
 
 
 class RequestConstraints:
     def __init__(
-        self, compiler: ConstraintCompiler, builder: TrieBuilder, *, vocab_size: int
+        self,
+        compiler: ConstraintCompiler,
+        builder: TrieBuilder,
+        registry: TrieRegistry,
+        metrics: Metrics,
+        *,
+        vocab_size: int,
     ) -> None:
         self._compiler = compiler
         self._builder = builder
+        self._registry = registry
+        self._metrics = metrics
         self._vocab_size = vocab_size
 
-    async def of(self, request: inference_pb2.GenerateRequest) -> Constraint | None:
+    async def of(self, request: inference_pb2.GenerateRequest, caller: Caller) -> Constraint | None:
         """Of a request that was checked. Raises RequestError."""
         kind = request.WhichOneof("constraint")
         match kind:
@@ -33,11 +44,22 @@ class RequestConstraints:
                 return None
             case "token_sequences":
                 return self._with_stops(await self._sequences(request.token_sequences), request)
+            case "trie_id":
+                return self._with_stops(self._named(request.trie_id, caller), request)
             case "choice":
                 source = Source(kind, json.dumps(sorted(set(request.choice.texts))))
             case _:
                 source = Source(kind, getattr(request, kind))
         return await self._compiler.compiled(source)
+
+    def _named(self, trie_id: str, caller: Caller) -> Constraint:
+        found = False
+        try:
+            trie = self._registry.use(caller, trie_id).trie
+            found = True
+        finally:
+            self._metrics.constraint_looked_up("trie_id", found=found)
+        return trie
 
     async def _sequences(self, message: inference_pb2.PackedTokens) -> Constraint:
         # Of a large set, tens of milliseconds.

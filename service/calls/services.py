@@ -1,5 +1,6 @@
 """Make the servicers and add them to a server."""
 
+import asyncio
 import secrets
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -16,6 +17,8 @@ from stemserve.proto.v1 import (
     info_pb2_grpc,
     prefixes_pb2,
     prefixes_pb2_grpc,
+    tries_pb2,
+    tries_pb2_grpc,
 )
 from stemserve.service.caller import current_caller
 from stemserve.service.calls.context_encoder import ContextEncoder
@@ -29,8 +32,8 @@ from stemserve.service.calls.prefixes_servicer import PrefixesServicer
 from stemserve.service.calls.request_constraints import RequestConstraints
 from stemserve.service.calls.score_encoder import ScoreEncoder
 from stemserve.service.calls.score_runner import ScoreRunner
+from stemserve.service.calls.trie_parts import TrieParts
 from stemserve.service.constraints.compiler import ConstraintCompiler
-from stemserve.service.constraints.trie_builder import TrieBuilder
 from stemserve.service.engine import Engine
 from stemserve.service.limits import Limits
 from stemserve.service.metrics import Metrics
@@ -43,6 +46,7 @@ SERVICES = tuple(
     for file, name in (
         (inference_pb2.DESCRIPTOR, "Inference"),
         (prefixes_pb2.DESCRIPTOR, "Prefixes"),
+        (tries_pb2.DESCRIPTOR, "Tries"),
         (info_pb2.DESCRIPTOR, "Info"),
     )
 )
@@ -90,13 +94,14 @@ class Services:
             vocab_size=facts.vocab_size,
             max_compile_ms=limits.max_compile_ms,
         )
-        builder = TrieBuilder(
-            tokenizer.eos_ids,
+        self._tries = TrieParts(pool, facts, limits, compiler, metrics)
+        constraints = RequestConstraints(
+            compiler,
+            self._tries.builder,
+            self._tries.registry,
+            metrics,
             vocab_size=facts.vocab_size,
-            longest=facts.context_tokens,
-            max_ms=limits.max_compile_ms,
         )
-        constraints = RequestConstraints(compiler, builder, vocab_size=facts.vocab_size)
         generate = GenerateRunner(
             GenerateEncoder(contexts, tokenizer.eos_ids, limits, facts, constraints),
             tokenizer,
@@ -111,19 +116,26 @@ class Services:
             max_stream_calls=limits.max_stream_calls,
             watch=watch or CallWatch(),
         )
-        self.keeper = PrefixKeeper(registry, engine, note=metrics.prefixes)
+        self._keeper = PrefixKeeper(registry, engine, note=metrics.prefixes)
         self._prefixes = PrefixesServicer(
-            registry, contexts, engine, self.keeper, limits, clock=time.monotonic
+            registry, contexts, engine, self._keeper, limits, clock=time.monotonic
         )
         self._info = InfoServicer(
             engine, registry, score, generate, limits, version=stemserve.__version__
         )
+
+    async def keep(self) -> None:
+        """Runs until cancelled: looks after prefixes and tries."""
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(self._keeper.keep())
+            tasks.create_task(self._tries.keep())
 
     def add_to(self, server: grpc.aio.Server) -> None:
         """The server may run already."""
         running = cast(grpc.aio.Server, _RunningServer(server))
         inference_pb2_grpc.add_InferenceServicer_to_server(self._inference, running)
         prefixes_pb2_grpc.add_PrefixesServicer_to_server(self._prefixes, running)
+        tries_pb2_grpc.add_TriesServicer_to_server(self._tries.servicer, running)
         info_pb2_grpc.add_InfoServicer_to_server(self._info, running)
 
 

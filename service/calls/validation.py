@@ -56,6 +56,11 @@ def check_id(field: str, value: str) -> None:
         )
 
 
+def check_ttl(ttl_s: float) -> None:
+    if not math.isfinite(ttl_s) or ttl_s < 0:
+        raise InvalidRequest("ttl_seconds", f"{ttl_s} is not a number of seconds")
+
+
 def check_kernel(kernel: int) -> None:
     if kernel not in KERNELS:
         known = ", ".join(inference_pb2.Kernel.keys())

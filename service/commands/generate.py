@@ -110,6 +110,9 @@ Grammar = Annotated[
     Path | None,
     typer.Option(exists=True, dir_okay=False, help="Generate a text of this file's Lark grammar."),
 ]
+Trie = Annotated[
+    str, typer.Option(metavar="ID", help="Generate a sequence of this trie; see stemserve tries.")
+]
 
 LogprobToken = Annotated[
     list[int] | None,
@@ -165,6 +168,7 @@ def generate(
     regex: Regex = None,
     json_schema: JsonSchema = None,
     grammar: Grammar = None,
+    trie: Trie = "",
     prompt_logprobs: PromptLogprobs = False,
     beams: Beams = 0,
     length_penalty: LengthPenalty = None,
@@ -188,6 +192,7 @@ def generate(
       stemserve generate --prompt "The capital of France is" --temperature 0 --json
       stemserve generate --prompt "Is fire hot? " --choice yes --choice no
       stemserve generate --prompt "The capital of France is" --beams 4 --n 2
+      stemserve generate --prompt "Best read:" --trie titles --beams 8 --n 3
     """
     messages = ChatOptions(
         chat=chat, tools=tools, kwargs=chat_kwargs, continue_final=continue_final
@@ -223,7 +228,7 @@ def generate(
         kernel=kernel_value(kernel),
         beam_search=beam_search(beams, length_penalty, early_stopping),
     )
-    _constrain(request, choice or (), regex, json_schema, grammar)
+    _constrain(request, choice or (), regex, json_schema, grammar, trie)
     call(server, lambda channel: _generate(channel, request, timeout, as_json))
 
 
@@ -233,15 +238,21 @@ def _constrain(
     regex: str | None,
     json_schema: Path | None,
     grammar: Path | None,
+    trie: str,
 ) -> None:
-    if sum((bool(choice), regex is not None, bool(json_schema), bool(grammar))) > 1:
-        raise typer.BadParameter("give one of --choice, --regex, --json-schema and --grammar")
+    asked = (bool(choice), regex is not None, bool(json_schema), bool(grammar), bool(trie))
+    if sum(asked) > 1:
+        raise typer.BadParameter(
+            "give one of --choice, --regex, --json-schema, --grammar and --trie"
+        )
     if choice:
         request.choice.texts.extend(choice)
     if regex is not None:
         request.regex = regex
     if json_schema is not None:
         request.json_schema = json_schema.read_text("utf-8")
+    if trie:
+        request.trie_id = trie
     if grammar is not None:
         request.grammar = grammar.read_text("utf-8")
 
@@ -268,6 +279,8 @@ def _print_news(message: inference_pb2.GenerateResponse, samples: JoinedSamples)
     for row, sample in enumerate(message.sample_index):
         if samples.count == 1 and not message.beam_scores:
             print(message.text[row], end="", flush=True)
+        elif message.finish_reason[row] == inference_pb2.FINISH_REASON_NONE_LEFT:
+            print(f"--- sample {sample}: no sequence is left", flush=True)
         elif message.finish_reason[row]:
             score = f", score {message.beam_scores[row]:.4f}" if message.beam_scores else ""
             print(f"--- sample {sample}{score}\n{samples.text(sample)}", flush=True)

@@ -6,6 +6,7 @@ from collections import OrderedDict
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property, partial
+from typing import Any, TypeVar
 
 from stemserve.service.constraints.constraint import Constraint
 from stemserve.service.constraints.grammar import Source, Vocabulary, compile_source
@@ -17,6 +18,8 @@ KEPT = 64
 KEPT_BYTES = 512 << 20  # of all of them, but for the last one used
 MOST_WAITING = 32  # compilations that run or wait
 RETRY_S = 1.0
+
+Made = TypeVar("Made")
 
 
 class ConstraintCompiler:
@@ -37,6 +40,7 @@ class ConstraintCompiler:
         self._max_s = max_compile_ms / 1000
         self._kept: OrderedDict[Source, Constraint] = OrderedDict()  # the last used behind
         self._running: dict[Source, asyncio.Future[Constraint]] = {}
+        self._others: set[asyncio.Future[Any]] = set()  # that run, and are kept elsewhere
 
     async def compiled(
         self, source: Source, build: Callable[[], Constraint] | None = None
@@ -48,13 +52,23 @@ class ConstraintCompiler:
         if kept is not None:
             self._kept.move_to_end(source)
             return kept
+        running = self._compilation(source, build or partial(self._compile_text, source))
+        # After its time the thread goes on until its fuel is used up; what it makes is kept.
+        return await self._in_time(source.kind, asyncio.shield(running))
+
+    async def made(self, kind: str, build: Callable[[], Made]) -> Made:
+        """What `build` makes in a thread, for somebody else to keep. Raises as `compiled`."""
+        running = self._started(kind, build)
+        self._others.add(running)
+        running.add_done_callback(self._others.discard)
+        return await self._in_time(kind, running)
+
+    async def _in_time(self, kind: str, running: asyncio.Future[Made]) -> Made:
         try:
-            running = self._compilation(source, build or partial(self._compile_text, source))
-            return await asyncio.wait_for(asyncio.shield(running), self._max_s)
+            return await asyncio.wait_for(running, self._max_s)
         except TimeoutError:
-            # The thread goes on until its fuel is used up; what it makes is kept.
             raise InvalidRequest(
-                source.kind, f"takes longer than max_compile_ms ({self._max_s * 1000:g} ms)"
+                kind, f"takes longer than max_compile_ms ({self._max_s * 1000:g} ms)"
             ) from None
 
     def _compilation(
@@ -64,27 +78,29 @@ class ConstraintCompiler:
         running = self._running.get(source)
         if running is not None:
             return running
-        if len(self._running) >= MOST_WAITING:
-            raise QueueFull("too many constraints are being compiled", retry_after_s=RETRY_S)
-        loop = asyncio.get_running_loop()
-        running = loop.run_in_executor(self._executor, self._compile, source, build)
-        self._running[source] = running
+        running = self._running[source] = self._started(source.kind, build)
         running.add_done_callback(lambda done: self._keep(source, done))
         return running
+
+    def _started(self, kind: str, build: Callable[[], Made]) -> asyncio.Future[Made]:
+        if len(self._running) + len(self._others) >= MOST_WAITING:
+            raise QueueFull("too many constraints are being compiled", retry_after_s=RETRY_S)
+        loop = asyncio.get_running_loop()
+        return loop.run_in_executor(self._executor, partial(self._compile, kind, build))
 
     def _compile_text(self, source: Source) -> Constraint:
         return compile_source(source, self._vocabulary)
 
-    def _compile(self, source: Source, build: Callable[[], Constraint]) -> Constraint:
+    def _compile(self, kind: str, build: Callable[[], Made]) -> Made:
         """In a thread of the executor."""
         started, outcome = time.perf_counter(), "refused"
         try:
-            constraint = build()
+            made = build()
             outcome = "compiled"
-            return constraint
+            return made
         finally:
             seconds = time.perf_counter() - started
-            self._metrics.constraint_compiled(source.kind, outcome, seconds)
+            self._metrics.constraint_compiled(kind, outcome, seconds)
 
     def _keep(self, source: Source, done: asyncio.Future[Constraint]) -> None:
         del self._running[source]

@@ -109,6 +109,7 @@ def authentication(
             group=tenant.group,
             group_salt=salt_of(server_key, f"group:{tenant.group}") if tenant.group else b"",
             max_prefix_bytes=tenant.max_prefix_bytes,
+            max_trie_bytes=tenant.max_trie_bytes,
             max_priority=tenant.max_priority,
         )
         for name, tenant in tenants.items()

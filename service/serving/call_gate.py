@@ -81,7 +81,7 @@ class CallGate(grpc.aio.ServerInterceptor):
 
     def _counted(self, handler: Handler) -> Handler:
         # The stubs describe synchronous handlers only; ours are all asynchronous.
-        unary: Any = handler.unary_unary
+        unary: Any = handler.unary_unary or handler.stream_unary
         stream: Any = handler.unary_stream
         both: Any = handler.stream_stream
 
@@ -102,6 +102,8 @@ class CallGate(grpc.aio.ServerInterceptor):
                         yield answer
 
         codec = (handler.request_deserializer, handler.response_serializer)
+        if handler.stream_unary is not None:
+            return grpc.stream_unary_rpc_method_handler(cast(Any, call), *codec)
         if unary is not None:
             return grpc.unary_unary_rpc_method_handler(call, *codec)
         if stream is not None:

@@ -27,6 +27,10 @@ METHOD_LABELS = {
     "List": "list",
     "Renew": "renew",
     "Release": "release",
+    "UploadTrie": "upload_trie",
+    "GetTrie": "get_trie",
+    "ListTries": "list_tries",
+    "DeleteTrie": "delete_trie",
     "GetModel": "get_model",
     "GetLimits": "get_limits",
     "GetLoad": "get_load",
@@ -86,11 +90,16 @@ class CallStatus(grpc.aio.ServerInterceptor):
         # The stubs describe synchronous handlers only; ours are all asynchronous.
         unary: Any = handler.unary_unary
         stream: Any = handler.unary_stream
+        upload: Any = handler.stream_unary
         both: Any = handler.stream_stream
         parse = _parser(handler.request_deserializer)
 
         async def answer(blob: bytes, context: Context) -> Any:
             return await self._counted(called, context, _answer(unary, parse, blob, context))
+
+        async def take(blobs: Any, context: Context) -> Any:
+            call = upload(_parse_each(parse, blobs), context)
+            return await self._counted(called, context, call)
 
         async def write(blobs: Any, context: Context) -> None:
             def answers() -> Any:
@@ -102,6 +111,8 @@ class CallStatus(grpc.aio.ServerInterceptor):
             await self._counted(called, context, call, is_session=stream is None)
 
         codec: Any = (None, handler.response_serializer)
+        if upload is not None:
+            return grpc.stream_unary_rpc_method_handler(_as_handler(take), *codec)
         if handler.request_streaming:
             return grpc.stream_stream_rpc_method_handler(_as_handler(write), *codec)
         if handler.response_streaming:

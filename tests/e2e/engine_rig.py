@@ -23,8 +23,8 @@ from stemserve.service.calls.prefix_registry import PrefixRegistry, RegistryBoun
 from stemserve.service.calls.request_constraints import RequestConstraints
 from stemserve.service.calls.score_encoder import ScoreEncoder
 from stemserve.service.calls.score_runner import ScoreRunner
+from stemserve.service.calls.trie_parts import TrieParts
 from stemserve.service.constraints.compiler import ConstraintCompiler
-from stemserve.service.constraints.trie_builder import TrieBuilder
 from stemserve.service.errors import RequestError
 from stemserve.service.limits import Limits
 from stemserve.service.metrics import Metrics
@@ -281,13 +281,14 @@ class EngineRig:
             vocab_size=facts.vocab_size,
             max_compile_ms=limits.max_compile_ms,
         )
-        builder = TrieBuilder(
-            tokenizer.eos_ids,
+        self.tries = TrieParts(pool, facts, limits, compiler, metrics)
+        constraints = RequestConstraints(
+            compiler,
+            self.tries.builder,
+            self.tries.registry,
+            metrics,
             vocab_size=facts.vocab_size,
-            longest=facts.context_tokens,
-            max_ms=limits.max_compile_ms,
         )
-        constraints = RequestConstraints(compiler, builder, vocab_size=facts.vocab_size)
         self._generate = GenerateRunner(
             GenerateEncoder(contexts, tokenizer.eos_ids, limits, facts, constraints),
             tokenizer,

@@ -22,7 +22,10 @@ from tests.e2e.test_constraints import engine, packed
 from tests.service.serving import EOS_ID
 
 from stemserve.proto.v1 import inference_pb2
+from stemserve.service.caller import ANYONE
+from stemserve.service.calls.trie_registry import NewTrie
 from stemserve.service.errors import InvalidRequest
+from stemserve.service.packed_tokens import pack
 
 Rng = np.random.Generator
 STOP = inference_pb2.FINISH_REASON_STOP
@@ -234,3 +237,37 @@ async def test_a_search_whose_end_is_not_clear_is_refused(
     case = Constrained(fields=fields, accepts=lambda text: True)
     (answer,) = await rig.run(searching(rng, case))
     assert isinstance(answer, InvalidRequest) and answer.field == field, answer
+
+
+@pytest.mark.parametrize("run", range(4))
+async def test_no_output_of_a_trie_is_another_drawn_or_searched(
+    models: RandomModels, make_rig: MakeRig, rng: Rng, run: int
+) -> None:
+    """Random sets under ids, sampling and searching at once, with few pages in half of the runs."""
+    rig = engine(models, make_rig, kv_pages=60 if run % 2 else 700)
+    sets: list[list[list[int]]] = []
+    requests: list[inference_pb2.GenerateRequest] = []
+    for number in range(AT_ONCE):
+        search = any_search(rng)
+        sets.append(search.sequences)
+        name, arrays = f"set-{number}", [np.array(each, np.int32) for each in search.sequences]
+        trie = rig.tries.builder.build("sequences", pack(arrays))
+        new = NewTrie(trie_id=name, trie=trie, digest=name, ttl_s=0.0)
+        rig.tries.registry.put(ANYONE, new)
+        request = search.request
+        request.trie_id = name
+        if number % 2:
+            request.ClearField("beam_search")
+            request.n = int(rng.integers(1, 5))
+            request.sampling.temperature = float(rng.choice([0.0, 1.0, 9.0]))
+        requests.append(request)
+    for sequences, request, answer in zip(sets, requests, await rig.run(*requests), strict=True):
+        assert isinstance(answer, Generated), answer
+        for sample in range(request.n):
+            tokens, finish = answer.tokens[sample], answer.finish[sample]
+            if finish == NONE_LEFT:
+                assert request.HasField("beam_search") and not tokens
+                continue
+            assert finish == STOP
+            whole = tokens[:-1] if tokens[-1] in ENDS else tokens
+            assert whole in sequences

@@ -8,6 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from stemserve.proto.v1 import worker_pb2
+from stemserve.service.batching.guide import Guide
 from stemserve.service.request import (
     GenerateChunk,
     GenerateJob,
@@ -216,11 +217,19 @@ class BigramEngine:
     async def _chunks(self, job: GenerateJob) -> AsyncGenerator[GenerateChunk, None]:
         last = [int(job.prompt[-1])] * len(job.samplers)
         live = set(range(len(job.samplers)))
+        guides = {
+            sample: Guide(job.constraint, spec, job.stop_ids)
+            for sample, spec in enumerate(job.samplers)
+            if job.constraint is not None
+        }
         produced = 0
         for step in range(job.max_new_tokens):
             await asyncio.sleep(0)
             live -= {sample for name, sample in self.stopped if name == job.request_id}
-            news = [self._token(job, sample, step, last[sample]) for sample in sorted(live)]
+            news = [
+                self._token(job, sample, step, last[sample], guides.get(sample))
+                for sample in sorted(live)
+            ]
             produced += len(news)
             for token in news:
                 last[token.sample] = token.token_ids[0]
@@ -236,8 +245,14 @@ class BigramEngine:
             timing=JobTiming(queue_s=0.001, engine_s=0.002),
         )
 
-    def _token(self, job: GenerateJob, sample: int, step: int, last: int) -> SampleTokens:
+    def _token(
+        self, job: GenerateJob, sample: int, step: int, last: int, guide: Guide | None
+    ) -> SampleTokens:
         row = self._next(last)
+        if guide is not None:
+            legal = np.zeros(len(row))
+            legal[guide.mask.ids] = row[guide.mask.ids]
+            row = legal / legal.sum()
         sampler = job.samplers[sample]
         if self.script:
             token_id = self.script[sample][step]
@@ -249,6 +264,8 @@ class BigramEngine:
         finish = StopCause.LENGTH if step + 1 == job.max_new_tokens else None
         if token_id in job.stop_ids and step + 1 >= sampler.min_new_tokens:
             finish = StopCause.STOP_ID
+        elif guide is not None and guide.take(token_id, generated=step + 1, is_last=bool(finish)):
+            finish = StopCause.COMPLETE
         best = np.argsort(-row, kind="stable")[: sampler.top_logprobs]
         return SampleTokens(
             sample=sample,

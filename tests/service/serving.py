@@ -120,7 +120,7 @@ async def serving(
             watch=watch,
         )
         services.add_to(server)
-        keeping = asyncio.create_task(services.keeper.keep())
+        keeping = asyncio.create_task(services.keep())
         address = "127.0.0.1:0"
         if credentials is None:
             port = server.add_insecure_port(address)

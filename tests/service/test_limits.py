@@ -104,6 +104,13 @@ async def call_twice_at_once(served: Served) -> None:
 
 
 TWO_SEQUENCES = inference_pb2.PackedTokens(tokens=bytes(8), offsets=[0, 1, 2])
+
+
+async def upload_two(served: Served) -> None:
+    for text in ("abc", "xyz"):
+        await served.client.tries.upload([text])
+
+
 OFFENCES: dict[str, tuple[int, Offence]] = {
     "max_message_bytes": (1_000, score("a" * 2_000)),
     "max_metadata_bytes": (2_000, send_metadata),
@@ -122,6 +129,8 @@ OFFENCES: dict[str, tuple[int, Offence]] = {
     "max_top_logprobs": (1, generate(top_logprobs=2)),
     "max_choices": (1, generate(choice=inference_pb2.Choices(texts=["a", "b"]))),
     "max_token_sequences": (1, generate(token_sequences=TWO_SEQUENCES)),
+    "max_tries": (1, upload_two),
+    "max_trie_bytes": (20, upload_two),
     "max_constraint_characters": (1, generate(regex="ab")),
     "max_prefixes": (1, register_two),
     "max_prefix_tokens": (5, register_two),

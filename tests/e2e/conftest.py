@@ -6,13 +6,18 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from tests.e2e.cli_runs import PATIENCE_S, Run, StartServer, Words
 from tests.e2e.engine_rig import EngineRig
 from tests.e2e.random_models import MakeRig, RandomModel, RandomModels
 from tests.service.serving import byte_tokenizer
+from typer.testing import CliRunner
+
+from stemserve.service.cli import app
 
 READY = re.compile(
     r"stemserve is ready: .*gRPC [^:]+:(\d+), health (\d+), metrics (\d+)(?:, admin (\d+))?"
@@ -70,6 +75,45 @@ def start_server(
                 server.wait(30)
             finally:
                 server.kill()
+
+
+@pytest.fixture(scope="module")
+def dummy_options(tiny_model: Path) -> list[object]:
+    return ["--model", tiny_model, "--load-format", "dummy", "--kv-pages", 500, "--threads", 1]
+
+
+@pytest.fixture(scope="module")
+def address(start_server: StartServer, dummy_options: list[object]) -> str:
+    _, ports = start_server(*dummy_options)
+    return f"127.0.0.1:{ports['rpc']}"
+
+
+@pytest.fixture
+def run() -> Run:
+    """A command in this process."""
+
+    def run(*words: object, stdin: str = "") -> "subprocess.CompletedProcess[str]":
+        arguments = [str(word) for word in words]
+        done = CliRunner().invoke(app, arguments, input=stdin, catch_exceptions=False)
+        return subprocess.CompletedProcess(arguments, done.exit_code, done.stdout, done.stderr)
+
+    return run
+
+
+@pytest.fixture
+def run_process(stemserve_command: Words) -> Run:
+    """A command as a process of its own."""
+
+    def run(*words: object, stdin: str = "") -> "subprocess.CompletedProcess[str]":
+        return subprocess.run(
+            stemserve_command(*words),
+            input=stdin,
+            capture_output=True,
+            text=True,
+            timeout=PATIENCE_S,
+        )
+
+    return run
 
 
 @pytest.fixture

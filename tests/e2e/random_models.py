@@ -7,7 +7,8 @@ from typing import Any, Protocol
 import numpy as np
 import pytest
 import torch
-from tests.e2e.engine_rig import EngineRig, InProcessWorker, start_worker
+from tests.e2e.engine_rig import EngineRig
+from tests.e2e.in_process_engine import InProcessWorker, start_worker
 from tests.e2e.oracle import Oracle
 from tests.reference_models import random_model
 

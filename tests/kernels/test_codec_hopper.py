@@ -1,14 +1,5 @@
-"""The Hopper kernel of tree decode against attention in float64.
+"""The Hopper kernel of tree decode against attention in float64, emulated and on a GPU."""
 
-Without a GPU its source runs on a CPU, with the functions of hopper.cuh emulated: every thread of
-every block, with all that they wait for. A run in which nobody can go on fails.
-"""
-
-import ctypes
-import shutil
-import subprocess
-from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -16,145 +7,29 @@ import pytest
 import torch
 
 pytest.importorskip("triton")
-
 from tests.kernels.codec_checks import DEVICE, ERROR, assert_close, expected, run_poisoned
 from tests.kernels.codec_forests import Nodes, layout_of, leaves_of, levels, random_kv
-from tests.kernels.test_codec_tiles import random_forest
+from tests.kernels.emulated_hopper import check, emulated
 
-from stemserve.kernels.attention_state import AttentionState
-from stemserve.kernels.codec_decode import LOG2E, CodecDecode, DecodeNumbers
-from stemserve.kernels.codec_division import Division, PieceCosts
-from stemserve.kernels.codec_growth import leaf_growth
+from stemserve.kernels.codec_decode import CodecDecode, DecodeNumbers
 from stemserve.kernels.codec_hopper import (
-    FILES,
-    OFFSETS,
-    HopperTree,
-    constants,
     hopper_takes,
 )
-from stemserve.kernels.codec_host_tables import HostTables
-from stemserve.kernels.codec_native import NativePlanner
 from stemserve.kernels.codec_pairs import (
-    NEXT,
-    OTHER_BASE,
     SHARED,
     STEPS,
-    Pairing,
 )
-from stemserve.kernels.codec_planner import Planner, numpy_paired
-from stemserve.kernels.codec_tables import DeviceTables
-from stemserve.kernels.cuda_program import SOURCES, TensorMap
-from stemserve.kernels.host_array import device_tensor, index_tensor
 from stemserve.kernels.layout import AttentionLayout, HeadShape
 
-HERE = Path(__file__).parent
 HEADS = HeadShape(query_heads=32, kv_heads=8, head_dim=128, scale=128**-0.5)
 on_hopper = pytest.mark.skipif(
     not hopper_takes(HEADS, torch.float16, DEVICE), reason="needs a Hopper GPU"
 )
-emulated = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
-
-
-class EmulatedKernel:
-    """Takes the place of `CudaKernel`; a tensor's address, sizes and strides that of its map."""
-
-    def __init__(self, library: ctypes.CDLL) -> None:
-        self._run = library.run_tree_kernel
-        self._run.restype = ctypes.c_bool
-        self._run.argtypes = [ctypes.c_int, *[ctypes.c_void_p] * 3]
-
-    def tensor_map(self, tensor: torch.Tensor, box: Sequence[int]) -> TensorMap:
-        assert tuple(box) == (64, 1, 16, 1)
-        sizes, strides = reversed(tensor.shape), reversed(tensor.stride())
-        numbers = (ctypes.c_int64 * 9)(tensor.data_ptr(), *sizes, *strides)
-        return (ctypes.c_char * 72).from_buffer(numbers)
-
-    def launch(self, blocks: int, threads: int, addresses: Sequence[int]) -> None:
-        assert threads == 384 and len(addresses) == 2 + len(OFFSETS)
-        assert self._run(blocks, *addresses[:3]), "the threads wait for each other"
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("hopper")
-
-
-def library(folder: Path, dim: int, dtype: torch.dtype) -> ctypes.CDLL:
-    path = folder / f"kernel-{dim}-{dtype}.so"
-    if not path.exists():
-        source = folder / "kernel.cpp"
-        parts = [HERE / "hopper_emulation.h", *(SOURCES / file for file in FILES[1:])]
-        parts.append(HERE / "hopper_emulation.cpp")
-        source.write_text("".join(part.read_text() for part in parts))
-        macros = [f"-D{name}={value}" for name, value in constants(dim, dtype).items()]
-        flags = ["-std=c++20", "-O2", "-fPIC", "-shared", "-w"]
-        subprocess.run(["g++", *flags, *macros, "-o", path, source], check=True)
-    return ctypes.CDLL(str(path))
-
-
-def plan_of(layout: AttentionLayout, group: int, bins: int) -> HostTables:
-    """Paired however little is shared."""
-    always = Pairing(least_share=0.0, least_steps=0)
-    return NativePlanner(group, bins, 0, PieceCosts(), Division(), always).plan(layout)
-
-
-def merge(host: HostTables, partial: AttentionState, state: AttentionState) -> None:
-    """The rows that have partial results, in the layout's order."""
-    group = state.out.shape[1] // len(partial.out)
-    for row, count in enumerate(host.pieces.merge_count.tolist()):
-        if count < 0:
-            continue
-        to = int(host.streams.rows[row])
-        for head in range(state.out.shape[1]):
-            at = host.pieces.merge[row, :count].astype(np.int64) + head % group
-            parts = partial.out[head // group][at].double()
-            logs = partial.lse[head // group][at].double() / LOG2E
-            total = logs.logsumexp(0)
-            state.lse[to, head] = total
-            state.out[to, head] = ((logs - total).exp()[:, None] * parts).sum(0) if count else 0
-
-
-def check(
-    folder: Path,
-    layout: AttentionLayout,
-    heads: tuple[int, int, int],
-    bins: int,
-    dtype: torch.dtype = torch.float16,
-    grown: int = 0,
-) -> HostTables:
-    """`grown`: tokens that every leaf lacks, in a plan made with them."""
-    query_heads, kv_heads, dim = heads
-    shape = HeadShape(query_heads=query_heads, kv_heads=kv_heads, head_dim=dim, scale=dim**-0.5)
-    host = plan_of(layout, shape.group, bins)
-    tables = DeviceTables.make(host, torch.device("cpu"))
-    if grown:
-        last = layout.node_tokens[layout.segment_node]
-        growth = leaf_growth(host, tables.capacity, np.stack([last - grown, last]))
-        tables.buffer[index_tensor(growth.places, tables.buffer.device)] = device_tensor(
-            growth.values[0], tables.buffer.device
-        )
-        node_tokens = layout.node_tokens.copy()
-        node_tokens[layout.segment_node] -= grown
-        layout = replace(layout, node_tokens=node_tokens)
-    kv = random_kv(layout, shape, dtype, torch.device("cpu"))
-    fused = torch.randn((layout.num_rows, query_heads + 2 * kv_heads, dim)).to(dtype)
-    q = fused[:, :query_heads]
-    size = (kv_heads, max(1, tables.capacity.partial_rows))
-    part_dtype = torch.float16 if dtype == torch.float16 else torch.float32
-    partial = AttentionState(
-        torch.full((*size, dim), torch.nan, dtype=part_dtype), torch.full(size, torch.nan)
-    )
-    state = AttentionState(
-        torch.full(q.shape, torch.nan, dtype=dtype), torch.full(q.shape[:2], torch.nan)
-    )
-    scales = (shape.scale * LOG2E, 1.0)
-    kernel = EmulatedKernel(library(folder, dim, dtype))
-    tree = HopperTree(shape=shape, bins=bins, kernel=kernel, scales=scales)
-    assert tree.takes(tables, q, kv)
-    tree.read_tree(tables, partial, q, kv, state)
-    merge(host, partial, state)
-    assert_close(state, expected(layout, q, kv, shape), ERROR[dtype])
-    return host
 
 
 TREES: dict[str, tuple[Nodes, tuple[int, int], int]] = {
@@ -220,87 +95,6 @@ def test_random_forests(folder: Path, seed: int) -> None:
         nodes.append((parent, int(rng.choice([0, 1, 16, 17, 100]))))
     segments = [(int(node), 1) for node in rng.integers(-1, len(nodes), int(rng.integers(1, 50)))]
     check(folder, layout_of(nodes, segments, rng=rng), (4, 1, 64), 5)
-
-
-@pytest.mark.parametrize(
-    "widths",
-    [([1, 64], [8192, 256]), ([1, 50], [20000, 200]), ([1, 4, 16, 512], [1024, 256, 128, 32])],
-    ids=str,
-)
-def test_partners_agree_on_what_they_share(widths: tuple[list[int], list[int]]) -> None:
-    """And on how many stages each ring holds before."""
-    nodes, bins = levels(*widths), 33
-    host = plan_of(layout_of(nodes, leaves_of(nodes)), 4, bins)
-    records = host.records
-    words = host.streams.words.reshape(-1, 4)
-    read = 0
-    for first in range(0, bins - 1, 2):
-        shares: list[list[tuple[int, ...]]] = []
-        for head in (first, first + 1):
-            base, at, found = 0, head, list[tuple[int, ...]]()
-            while at >= 0:
-                steps, start, shared = (int(n) for n in records[at, [STEPS, 3, SHARED]])
-                if shared:
-                    found.append((base, int(records[at, OTHER_BASE]), shared, start))
-                base += steps - shared + (shared + 1) // 2
-                read += steps
-                at = int(records[at, NEXT])
-            shares.append(found)
-        assert len(shares[0]) == len(shares[1])
-        for one, other in zip(*shares, strict=True):
-            assert one[:2] == other[1::-1] and one[2] == other[2]
-            of_one, of_other = (words[start : start + one[2]] for start in (one[3], other[3]))
-            assert np.array_equal(of_one, of_other)
-    assert not records[bins - 1, SHARED]
-    assert read + int(records[bins - 1, STEPS]) == host.pieces.steps.sum()
-    assert records[:, SHARED].any()
-
-
-@pytest.mark.parametrize("seed", range(40))
-def test_the_planner_in_c_pairs_bins_alike(seed: int) -> None:
-    rng = np.random.default_rng([seed, 5])
-    bins, group, wide = (
-        int(rng.integers(1, 70)),
-        int(rng.choice([1, 4, 7])),
-        int(rng.choice([9, 48])),
-    )
-    nodes = levels([1, 8, int(rng.integers(20, 200))], [int(n) for n in rng.integers(0, 5000, 3)])
-    if seed % 2:
-        nodes = random_forest(rng, int(rng.integers(1, 200)))
-    layout = layout_of(nodes, leaves_of(nodes))
-    for pairing in (Pairing(wide=wide, least_share=0.0, least_steps=0), Pairing(wide=wide)):
-        native = NativePlanner(group, bins, 0, PieceCosts(), Division(), pairing)
-        expected = numpy_paired(layout, group, bins, PieceCosts(), Division(), pairing)
-        for _ in range(2):  # the second time in the memory of the first
-            found = native.plan(layout)
-            assert found.paired == expected.paired and found.size == expected.size
-            assert np.array_equal(found.records, expected.records)
-            assert np.array_equal(found.pieces.steps, expected.pieces.steps)
-
-
-@pytest.mark.parametrize(
-    ("widths", "paired"),
-    [
-        (([1, 64], [8192, 256]), True),
-        (([1, 16, 32, 64, 256, 1024], [256, 128, 64, 16, 16, 16]), True),
-        (([1, 128], [8192, 2048]), False),
-        (([1, 16], [51200, 512]), False),
-    ],
-    ids=str,
-)
-def test_plans_that_share_little_are_made_for_the_triton_kernel(
-    widths: tuple[list[int], list[int]], paired: bool
-) -> None:
-    nodes = levels(*widths)
-    layout = layout_of(nodes, leaves_of(nodes))
-    pairing, plain = (
-        Planner(
-            group=4, bins=33, window=0, costs=PieceCosts(), division=Division(), pairing=pairing
-        ).plan(layout)
-        for pairing in (Pairing(), None)
-    )
-    assert pairing.paired == paired and not plain.paired
-    assert np.array_equal(pairing.records, plain.records) or paired
 
 
 def on_gpu(layout: AttentionLayout, heads: tuple[int, int, int], dtype: torch.dtype) -> None:

@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 import torch
+from tests.worker.draws import B28, allowed, draw, message
 from tests.worker.plans import blob
-from tests.worker.test_sampler import B28, allowed, draw, message
 
 
 def test_only_allowed_tokens_come_and_their_logits_stay() -> None:

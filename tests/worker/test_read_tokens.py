@@ -2,8 +2,8 @@
 
 import numpy as np
 import pytest
+from tests.worker.draws import draw, mask_of, message, samples_of
 from tests.worker.plans import blob
-from tests.worker.test_sampler import draw, mask_of, message, samples_of
 from tests.worker.tiny_model import CPU
 
 from stemserve.kernels.host_array import device_tensor

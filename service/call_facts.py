@@ -11,9 +11,15 @@ if TYPE_CHECKING:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CallFacts:
     method: str = ""  # full name, without the first slash
-    call_id: str = ""  # of the log
+    given_id: str = ""  # by a proxy
+    number: int = 0  # 64 bits; not 0: there is a call
     routing_key: str = ""  # by which a router chose this server; empty: the call had none
     trace: "CallTrace | None" = None  # of a call that is sampled
+
+    @property
+    def call_id(self) -> str:
+        """Of the log; empty: there is no call."""
+        return self.given_id or (f"{self.number:016x}" if self.number else "")
 
     @property
     def exemplar(self) -> dict[str, str] | None:
@@ -38,7 +44,8 @@ def set_call(facts: CallFacts) -> None:
 def log_context() -> dict[str, str]:
     """Of a line that is logged in this task."""
     facts = current_call()
-    context = {"call_id": facts.call_id} if facts.call_id else {}
+    call_id = facts.call_id
+    context = {"call_id": call_id} if call_id else {}
     if facts.trace is not None:
         context["trace_id"] = facts.trace.ids.hex_trace_id
         context["span_id"] = f"{facts.trace.ids.span_id:016x}"

@@ -5,6 +5,7 @@ import random
 import re
 import time
 from collections.abc import Mapping
+from itertools import count
 from typing import Any
 
 import grpc
@@ -29,7 +30,7 @@ class CallWatch:
         """`log_calls`: one line for each call that has ended."""
         self._tracer = tracer
         self._log_calls = log_calls
-        self._numbers = random.Random()
+        self._numbers = count(1 + random.SystemRandom().getrandbits(63))
 
     def begin(self, method: str, context: Context) -> None:
         """For the task of the call. `method` is its full name, with the first slash."""
@@ -41,7 +42,8 @@ class CallWatch:
         set_call(
             CallFacts(
                 method=method[1:],
-                call_id=self._call_id(metadata.get(CALL_ID_KEY, "")),
+                given_id=_checked_id(metadata.get(CALL_ID_KEY, "")),
+                number=next(self._numbers),
                 routing_key=metadata.get(ROUTING_KEY, "")[:MOST_KEY_CHARACTERS],
                 trace=trace,
             )
@@ -58,7 +60,7 @@ class CallWatch:
         set_call(
             CallFacts(
                 method=method[1:],
-                call_id=self._call_id(""),
+                number=next(self._numbers),
                 routing_key=stream.routing_key,
                 trace=trace,
             )
@@ -75,8 +77,9 @@ class CallWatch:
         if self._log_calls:
             _log_line(facts, code, seconds, problem)
 
-    def _call_id(self, given: str) -> str:
-        return given if _CALL_ID.fullmatch(given) else f"{self._numbers.getrandbits(64):016x}"
+
+def _checked_id(given: str) -> str:
+    return given if given and _CALL_ID.fullmatch(given) else ""
 
 
 def text_metadata(context: Context) -> Mapping[str, str]:

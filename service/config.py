@@ -139,6 +139,7 @@ class WorkerConfig:
     kernel: str | None = None  # forces one attention strategy, for debugging
     deterministic: bool = False  # results do not depend on what runs beside them, or on the cache
     cuda_graphs: bool = True  # without them every kernel is launched by itself
+    kernel_probe_rate: float = 0.0  # of the steps; then an idle worker times the next best too
     cost_table: Path | None = None  # what `stemserve calibrate` wrote
     # A worker that takes ten times as long as expected for a step is replaced, within these bounds.
     step_timeout_least_s: float = 10.0
@@ -160,6 +161,8 @@ class WorkerConfig:
         for name, value in counts.items():
             if value is not None and value < 1:
                 raise ConfigError(f"{name} {value} must be at least 1")
+        if not 0 <= self.kernel_probe_rate <= 1:
+            raise ConfigError(f"kernel_probe_rate {self.kernel_probe_rate} is not in 0 .. 1")
         if self.max_burst_ms < 0:
             raise ConfigError(f"max_burst_ms {self.max_burst_ms} must not be negative")
         if self.deterministic and self.kernel is not None:
@@ -211,6 +214,7 @@ class WorkerConfig:
             "--max-burst-steps": self.max_burst_steps,
             "--kernel": self.kernel,
             "--cost-table": self.cost_table,
+            "--kernel-probe-rate": self.kernel_probe_rate or None,
             "--log-level": log_level,
             "--log-format": None if log_format == LOG_FORMATS[0] else log_format,
         }

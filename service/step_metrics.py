@@ -36,6 +36,7 @@ class StepMetrics:
         self._awaited_since: float | None = None  # None: nothing is to be done
         self._make_step_instruments(make)
         self._make_kernel_instruments(make)
+        self._make_probe_instruments(make)
         self._make_queue_instruments(make)
         self._make_cache_instruments(make)
 
@@ -44,6 +45,8 @@ class StepMetrics:
         self._observe_phases(result)
         for fallback in result.fallbacks:
             self._graph_fallbacks.labels(fallback.path, fallback.reason).inc(fallback.count)
+        for probe in result.probes:
+            self._observe_probe(probe)
         if result.memory_shortages:
             self._shortages.inc(result.memory_shortages)
         self.observe_load(load)
@@ -105,9 +108,17 @@ class StepMetrics:
         self._device_busy.labels(phase).inc(result.device_seconds)
         self._device_idle.labels(phase).inc(result.device_idle_seconds)
 
+    def _observe_probe(self, probe: worker_pb2.Probe) -> None:
+        chosen, other = probe.chosen_seconds, probe.runner_up_seconds
+        winner = probe.chosen if chosen <= other else probe.runner_up
+        self._probes.labels(probe.phase, _path(winner)).inc()
+        self._probed.labels(probe.phase).inc(chosen)
+        self._regret.labels(probe.phase).inc(max(0.0, chosen - other))
+        if other > 0:
+            self._probe_ratio.labels(probe.phase).observe(chosen / other)
+
     def _observe_group(self, group: worker_pb2.GroupReport) -> None:
-        path = inference_pb2.Kernel.Name(group.kernel).removeprefix("KERNEL_").lower()
-        choice = (group.phase, path)
+        choice = (group.phase, _path(group.kernel))
         self._selected.labels(*choice, group.reason).inc()
         if group.reason == FALLBACK:
             why = group.fallback if group.fallback in FALLBACKS else FALLBACKS[0]
@@ -193,6 +204,26 @@ class StepMetrics:
             "kernel_prediction_ratio", "Measured over predicted attention time of a group", RATIO
         )
 
+    def _make_probe_instruments(self, make: Instruments) -> None:
+        self._probes = make.choice_counter(
+            "kernel_probes",
+            "Attention groups run once more beside the next best path, by the faster one",
+        )
+        self._probed = make.counter(
+            "kernel_probed_seconds", "Attention time of the chosen paths in probes", op=PHASES[:2]
+        )
+        self._regret = make.counter(
+            "kernel_regret_seconds",
+            "Of it what the next best path would have saved where it was faster",
+            op=PHASES[:2],
+        )
+        self._probe_ratio = make.histogram(
+            "kernel_probe_ratio",
+            "Attention time of the chosen path over that of the next best, of a probe",
+            RATIO,
+            op=PHASES[:2],
+        )
+
     def _make_queue_instruments(self, make: Instruments) -> None:
         self._waiting = make.gauge("requests_waiting", "Queued requests", priority=PRIORITIES)
         self._waiting_all = make.gauge("requests_waiting_all", "Queued requests of all priorities")
@@ -227,3 +258,7 @@ class StepMetrics:
             tier=("hbm",),
             reason=("capacity", "cleared"),
         )
+
+
+def _path(kernel: inference_pb2.Kernel.ValueType) -> str:
+    return inference_pb2.Kernel.Name(kernel).removeprefix("KERNEL_").lower()

@@ -90,7 +90,7 @@ def _plan(choice: Choice, device: torch.device, timed: bool) -> PlannedGroup:
         plan=plan,
         work=plan.work,
         rows=_on_device(rows, device),
-        clock=_clock(device, timed),
+        clock=make_clock(device, timed),
         is_timed=timed,
     )
 
@@ -148,7 +148,7 @@ def _timing_event() -> torch.cuda.Event:
     return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
 
 
-def _clock(device: torch.device, timed: bool) -> Clock:
+def make_clock(device: torch.device, timed: bool) -> Clock:
     if not timed:
         return Clock()
     return _CudaClock() if device.type == "cuda" else _HostClock()

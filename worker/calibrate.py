@@ -17,7 +17,8 @@ from stemserve.kernels.layout import HeadShape
 from stemserve.kernels.pricing.calibration import Progress, measure_cost_table, plan_for
 from stemserve.kernels.pricing.common_hosts import with_common_hosts
 from stemserve.kernels.pricing.cost_table_file import tables_json
-from stemserve.worker.config import ConfigError, Device, Dtype, positive
+from stemserve.worker.argument_types import positive
+from stemserve.worker.config import ConfigError, Device, Dtype
 from stemserve.worker.device_choice import pick_device, pick_dtype
 from stemserve.worker.models.loader import read_model_config
 

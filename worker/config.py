@@ -9,6 +9,7 @@ from pathlib import Path
 
 from stemserve.json_log import FORMATS as LOG_FORMATS
 from stemserve.kernels.strategy import Kernel
+from stemserve.worker.argument_types import fraction, positive, share
 from stemserve.worker.models.loader import LoadFormat
 from stemserve.worker.tls import TlsFiles
 
@@ -67,6 +68,7 @@ class WorkerConfig:
     kernel: Kernel | None
     deterministic: bool
     cuda_graphs: bool
+    kernel_probe_rate: float
     cost_table: Path | None
     parent_fd: int | None
     log_level: str
@@ -261,6 +263,14 @@ def _add_kernels(parser: argparse.ArgumentParser) -> None:
         help="launch every kernel by itself; slower, for debugging",
     )
     group.add_argument(
+        "--kernel-probe-rate",
+        type=share,
+        default=0.0,
+        metavar="PART",
+        help="of the steps, after which an idle worker times the next best attention strategy too "
+        "(default: %(default)s, never)",
+    )
+    group.add_argument(
         "--cost-table",
         type=Path,
         metavar="FILE",
@@ -278,21 +288,3 @@ def _add_tls(parser: argparse.ArgumentParser) -> None:
         metavar="FILE",
         help="refuse services without a certificate that this signed",
     )
-
-
-def positive(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise ValueError(text)
-    return value
-
-
-def fraction(text: str) -> float:
-    value = float(text)
-    if not 0 < value <= 1:
-        raise ValueError(text)
-    return value
-
-
-fraction.__name__ = "number above 0 and at most 1"
-positive.__name__ = "positive number"  # argparse names the type in its message

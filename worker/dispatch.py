@@ -133,6 +133,9 @@ class Dispatcher:
         """Every strategy of the group's phase: the one to choose, then by cost; refusals last."""
         return self._predictions(attention_group.phase, attention_group.layout)
 
+    def strategy(self, phase: Phase, kernel: Kernel) -> Strategy:
+        return self._strategies[phase, kernel]
+
     def cost(self, choice: Choice, work: Work) -> Cost:
         """Predicted, of one layer."""
         return self._cost(choice.strategy, choice.group.layout, work)

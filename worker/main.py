@@ -18,6 +18,7 @@ from stemserve.worker.config import ConfigError, WorkerConfig, parse_config
 from stemserve.worker.lifetime import Lifetime, Stopped
 from stemserve.worker.models.errors import ModelError
 from stemserve.worker.models.weights import Progress
+from stemserve.worker.probed_runner import ProbedRunner
 from stemserve.worker.servicer import WorkerServicer
 from stemserve.worker.start import Parts, make_parts
 from stemserve.worker.step_thread import StepThread
@@ -103,7 +104,7 @@ def _progress(lifetime: Lifetime) -> Progress:
 def _serving(parts: Parts, config: WorkerConfig, lifetime: Lifetime) -> Generator[None]:
     with (
         ThreadPoolExecutor(RPC_THREADS, "rpc") as threads,
-        StepThread(parts.runner, lifetime.lose_device) as steps,
+        _step_thread(parts, lifetime) as steps,
     ):
         server = grpc.server(threads, options=OPTIONS)
         servicer = WorkerServicer(parts.facts, parts.runner, steps)
@@ -117,6 +118,13 @@ def _serving(parts: Parts, config: WorkerConfig, lifetime: Lifetime) -> Generato
             servicer.stop()
             stopped.wait()
             servicer.join()
+
+
+def _step_thread(parts: Parts, lifetime: Lifetime) -> StepThread:
+    if parts.prober is None:
+        return StepThread(parts.runner, lifetime.lose_device)
+    runner = ProbedRunner(parts.runner, parts.prober)
+    return StepThread(runner, lifetime.lose_device, prober=parts.prober)
 
 
 def _bind(server: grpc.Server, config: WorkerConfig) -> None:

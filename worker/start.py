@@ -33,6 +33,7 @@ from stemserve.worker.memory_trial import MakeRunner, measure_memory
 from stemserve.worker.models.loader import fixed_ops, load_model
 from stemserve.worker.models.transformer import Transformer
 from stemserve.worker.models.weights import Progress
+from stemserve.worker.probe import Prober
 from stemserve.worker.runner import Decoder, ModelRunner
 from stemserve.worker.sampler import Sampler
 from stemserve.worker.scorer import Scorer
@@ -56,6 +57,7 @@ class Parts:
 
     runner: ModelRunner
     facts: worker_pb2.DescribeResponse
+    prober: Prober | None  # None: steps are not probed
 
 
 def make_parts(config: WorkerConfig, progress: Progress, check: Callable[[], None]) -> Parts:
@@ -87,7 +89,10 @@ def make_parts(config: WorkerConfig, progress: Progress, check: Callable[[], Non
         capture_pieces(engine.forward, engine.runner(), model, limits, check, exact=exact)
     if memory is not None:
         memory.report(kv=shape.total_bytes, graphs=held_bytes(device) - before)
-    return Parts(runner=runner, facts=_facts(config, model, shape, costs))
+    prober = None
+    if rate := config.kernel_probe_rate:
+        prober = Prober(engine.dispatcher, engine.pool, heads, model.dtype, rate=rate)
+    return Parts(runner=runner, facts=_facts(config, model, shape, costs), prober=prober)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

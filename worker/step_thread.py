@@ -12,9 +12,12 @@ import torch
 from stemserve.proto.v1 import worker_pb2
 from stemserve.worker.blobs import BadPlan
 from stemserve.worker.jit_cache import is_full, move_triton_cache
+from stemserve.worker.probe import Prober
 from stemserve.worker.smaller_steps import Launched, Runner, launch
 
 log = logging.getLogger(__name__)
+
+IDLE_S = 0.05  # without a plan, before a probe
 
 Outcome = Launched | worker_pb2.StepResult  # the latter for a step that failed
 
@@ -28,9 +31,13 @@ class StepThread:
         on_device_lost: Callable[[], None],
         *,
         move_cache: Callable[[], bool] = move_triton_cache,
+        prober: Prober | None = None,
     ) -> None:
-        """`move_cache` of what is compiled, to another disk; False: there is none."""
+        """`move_cache` of what is compiled, to another disk; False: there is none.
+        `prober` may probe while nothing else is to be done.
+        """
         self._runner = runner
+        self._prober = prober
         self._move_cache = move_cache
         self._on_device_lost = on_device_lost
         self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
@@ -66,8 +73,26 @@ class StepThread:
         self._jobs.put(call)
 
     def _run(self) -> None:
-        while (job := self._jobs.get()) is not None:
+        while (job := self._next_job()) is not None:
             job()
+
+    def _next_job(self) -> Callable[[], None] | None:
+        prober = self._prober
+        if prober is not None and prober.is_due:
+            try:
+                return self._jobs.get(timeout=IDLE_S)
+            except queue.Empty:
+                self._probe(prober)
+        return self._jobs.get()
+
+    def _probe(self, prober: Prober) -> None:
+        """A fault of a probe harms no step."""
+        try:
+            prober.probe()
+        except Exception:
+            log.exception("a probe failed; there are no more")
+            self._prober = None
+            self._check_device()
 
     def _launch(self, plan: worker_pb2.StepPlan) -> Outcome:
         try:

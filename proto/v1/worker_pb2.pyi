@@ -451,6 +451,39 @@ class Fallback(google.protobuf.message.Message):
 Global___Fallback: typing_extensions.TypeAlias = Fallback
 
 @typing.final
+class Probe(google.protobuf.message.Message):
+    """An attention group of a step that was run once more, with nothing else to do, beside the strategy that was
+    predicted to be the next best. Nothing of it is read.
+    """
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    PHASE_FIELD_NUMBER: builtins.int
+    CHOSEN_FIELD_NUMBER: builtins.int
+    RUNNER_UP_FIELD_NUMBER: builtins.int
+    CHOSEN_SECONDS_FIELD_NUMBER: builtins.int
+    RUNNER_UP_SECONDS_FIELD_NUMBER: builtins.int
+    phase: builtins.str
+    chosen: stemserve.proto.v1.inference_pb2.Kernel.ValueType
+    runner_up: stemserve.proto.v1.inference_pb2.Kernel.ValueType
+    chosen_seconds: builtins.float
+    """all layers"""
+    runner_up_seconds: builtins.float
+    """all layers"""
+    def __init__(
+        self,
+        *,
+        phase: builtins.str = ...,
+        chosen: stemserve.proto.v1.inference_pb2.Kernel.ValueType = ...,
+        runner_up: stemserve.proto.v1.inference_pb2.Kernel.ValueType = ...,
+        chosen_seconds: builtins.float = ...,
+        runner_up_seconds: builtins.float = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["chosen", b"chosen", "chosen_seconds", b"chosen_seconds", "phase", b"phase", "runner_up", b"runner_up", "runner_up_seconds", b"runner_up_seconds"]) -> None: ...
+
+Global___Probe: typing_extensions.TypeAlias = Probe
+
+@typing.final
 class StepResult(google.protobuf.message.Message):
     """What a burst draws follows sub-step by sub-step; its groups and seconds are of all sub-steps together."""
 
@@ -475,6 +508,7 @@ class StepResult(google.protobuf.message.Message):
     DEVICE_IDLE_SECONDS_FIELD_NUMBER: builtins.int
     FALLBACKS_FIELD_NUMBER: builtins.int
     TREES_FIELD_NUMBER: builtins.int
+    PROBES_FIELD_NUMBER: builtins.int
     step_id: builtins.int
     sampled_tokens: builtins.bytes
     """[repeat, samples]"""
@@ -515,6 +549,10 @@ class StepResult(google.protobuf.message.Message):
     def fallbacks(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___Fallback]:
         """since the step before"""
 
+    @property
+    def probes(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___Probe]:
+        """since the step before"""
+
     def __init__(
         self,
         *,
@@ -537,8 +575,9 @@ class StepResult(google.protobuf.message.Message):
         device_idle_seconds: builtins.float = ...,
         fallbacks: collections.abc.Iterable[Global___Fallback] | None = ...,
         trees: builtins.int = ...,
+        probes: collections.abc.Iterable[Global___Probe] | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["class_scores", b"class_scores", "device_idle_seconds", b"device_idle_seconds", "device_seconds", b"device_seconds", "error", b"error", "failed_rows", b"failed_rows", "fallbacks", b"fallbacks", "gather_argmax", b"gather_argmax", "gather_logprobs", b"gather_logprobs", "groups", b"groups", "memory_shortages", b"memory_shortages", "sampled_logprobs", b"sampled_logprobs", "sampled_tokens", b"sampled_tokens", "starved_rows", b"starved_rows", "step_id", b"step_id", "step_seconds", b"step_seconds", "top_ids", b"top_ids", "top_indptr", b"top_indptr", "top_logprobs", b"top_logprobs", "trees", b"trees"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["class_scores", b"class_scores", "device_idle_seconds", b"device_idle_seconds", "device_seconds", b"device_seconds", "error", b"error", "failed_rows", b"failed_rows", "fallbacks", b"fallbacks", "gather_argmax", b"gather_argmax", "gather_logprobs", b"gather_logprobs", "groups", b"groups", "memory_shortages", b"memory_shortages", "probes", b"probes", "sampled_logprobs", b"sampled_logprobs", "sampled_tokens", b"sampled_tokens", "starved_rows", b"starved_rows", "step_id", b"step_id", "step_seconds", b"step_seconds", "top_ids", b"top_ids", "top_indptr", b"top_indptr", "top_logprobs", b"top_logprobs", "trees", b"trees"]) -> None: ...
 
 Global___StepResult: typing_extensions.TypeAlias = StepResult
 

@@ -61,6 +61,7 @@ KEYS: Mapping[str, str] = {  # of the configuration, by the parameter of `serve`
     "kernel": "worker.kernel",
     "deterministic": "worker.deterministic",
     "cuda_graphs": "worker.cuda_graphs",
+    "kernel_probe_rate": "worker.kernel_probe_rate",
     "cost_table": "worker.cost_table",
     "max_step_tokens": "limits.max_step_tokens",
     "max_queued_requests": "limits.max_queued_requests",
@@ -197,6 +198,10 @@ def serve(
     cuda_graphs: Annotated[
         bool, _worker("Small steps on a GPU as captured graphs; without them launch by launch.")
     ] = True,
+    kernel_probe_rate: Annotated[
+        float,
+        _worker("Share of steps after which an idle worker times the next best attention too."),
+    ] = _DEFAULTS.worker.kernel_probe_rate,
     cost_table: Annotated[
         Path | None, _worker("Costs of attention that stemserve calibrate measured.")
     ] = None,

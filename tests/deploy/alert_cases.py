@@ -180,6 +180,16 @@ CASES = [
         "90m",
         OF_JOB | {"op": "decode", "path": "codec"},
     ),
+    Case(
+        "KernelRegretHigh",
+        {
+            'kernel_regret_seconds_total{op="prefill"}': "0x10 0+2x140",
+            'kernel_probed_seconds_total{op="prefill"}': "0+10x150",
+        },
+        "120m",
+        OF_JOB | {"op": "prefill"},
+        quiet="12m",
+    ),
     Case("MemoryShortage", {"step_memory_shortages_total": "0x10 0+1x60"}, "40m", OF_REPLICA),
     Case(
         "DeviceIdle",

@@ -99,6 +99,7 @@ async def load(port: int) -> None:
                 pass
             with pytest.raises(ClientError):
                 await client.score_request(inference_pb2.ScoreRequest(items=["a"]))
+            await asyncio.sleep(0.1)  # time for a probe
 
 
 @pytest.fixture(scope="module")
@@ -117,7 +118,8 @@ def queries(
 ) -> Iterator[Queries]:
     """After a load of a few seconds."""
     words: list[object] = ["--model", tiny_model, "--load-format", "dummy", "--threads", 1]
-    _, ports = start_server(*words, "--otlp-endpoint", traces.endpoint)
+    words += ["--otlp-endpoint", traces.endpoint, "--kernel-probe-rate", 1]
+    _, ports = start_server(*words)
     folder, port = tmp_path_factory.mktemp("prometheus"), free_port()
     command = [
         prometheus,

@@ -33,6 +33,7 @@ PEM = Path("none.pem")
         (lambda: WorkerConfig(kernel="magic"), "'magic' is not one of naive, split"),
         (lambda: WorkerConfig(threads=0), "threads 0 must be at least 1"),
         (lambda: WorkerConfig(max_burst_steps=0), "max_burst_steps 0 must be at least 1"),
+        (lambda: WorkerConfig(kernel_probe_rate=2.0), "kernel_probe_rate 2.0 is not in 0 .. 1"),
         (lambda: WorkerConfig(max_burst_ms=-1.0), "max_burst_ms -1.0 must not be negative"),
         (
             lambda: WorkerConfig(deterministic=True, kernel="naive"),

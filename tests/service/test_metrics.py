@@ -95,6 +95,26 @@ def test_fallbacks_are_counted_by_what_was_in_the_way() -> None:
     assert value(registry, "graph_fallbacks_total", path="pieces", reason="dropped") == 1
 
 
+def test_probes_count_what_the_next_best_kernel_would_have_saved() -> None:
+    registry = CollectorRegistry()
+    result = step_result()
+    for chosen, other in ((0.004, 0.001), (0.002, 0.008)):
+        result.probes.add(
+            phase="prefill",
+            chosen=inference_pb2.KERNEL_CASCADE,
+            runner_up=inference_pb2.KERNEL_CODEC,
+            chosen_seconds=chosen,
+            runner_up_seconds=other,
+        )
+    Metrics(registry).observe_step(result, LOAD)
+    assert value(registry, "kernel_probes_total", op="prefill", path="codec") == 1
+    assert value(registry, "kernel_probes_total", op="prefill", path="cascade") == 1
+    assert value(registry, "kernel_probed_seconds_total", op="prefill") == 0.006
+    assert value(registry, "kernel_regret_seconds_total", op="prefill") == 0.003
+    assert value(registry, "kernel_probe_ratio_bucket", op="prefill", le="0.25") == 1
+    assert value(registry, "kernel_probe_ratio_bucket", op="prefill", le="4.0") == 2
+
+
 def test_counts_of_a_new_worker_are_added_to_those_of_the_last() -> None:
     registry = CollectorRegistry()
     metrics = StepMetrics(registry)

@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 
 from stemserve.kernels.pricing.cost_table_file import of_dtype, shipped_cost_tables, table_for_heads
+from stemserve.worker.argument_types import positive
 from stemserve.worker.capacity.device_rates import GIB, RATES
 from stemserve.worker.capacity.fleet import fleet, memory
 from stemserve.worker.capacity.forward_seconds import ForwardSeconds
@@ -20,7 +21,6 @@ from stemserve.worker.config import (
     GPU_STEP_TOKENS,
     ConfigError,
     KvCacheDtype,
-    positive,
 )
 from stemserve.worker.costs import given_tables
 from stemserve.worker.models.loader import read_model_config

@@ -109,11 +109,7 @@ class StepPlanner:
         return bool(suspended)
 
     def _in_order(self) -> Iterator[tuple[JobProgress, bool]]:
-        running = [
-            (job, False)
-            for job in self._jobs.running
-            if not isinstance(job, DecodingProgress) or job.has_rows_to_plan
-        ]
+        running = [(job, False) for job in self._jobs.running if job.has_rows_to_plan]
         if not len(self._jobs.waiting):
             return iter(running)
         waiting = ((job, True) for job in self._jobs.waiting)

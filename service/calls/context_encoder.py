@@ -39,6 +39,8 @@ class ContextEncoder:
     async def encode(
         self, field: str, contexts: Sequence[inference_pb2.Context], caller: Caller
     ) -> tuple[EncodedContext, ...]:
+        if all(context.tokens and not context.prefix_id for context in contexts):
+            return self._tokens(field, contexts)
         prefixes = [self._prefix(context, caller) for context in contexts]
         starts = [NO_TOKENS if prefix is None else prefix.tokens for prefix in prefixes]
         sent = sum(len(context.tokens) for context in contexts) // TOKEN_BYTES
@@ -53,6 +55,20 @@ class ContextEncoder:
         return tuple(
             EncodedContext(tokens=tokens, trunk=NO_TRUNK if prefix is None else prefix.trunk)
             for tokens, prefix in zip(starts, prefixes, strict=True)
+        )
+
+    def _tokens(
+        self, field: str, contexts: Sequence[inference_pb2.Context]
+    ) -> tuple[EncodedContext, ...]:
+        """Of contexts that are token ids and nothing else."""
+        blobs = [context.tokens for context in contexts]
+        check_tokens(field, sum(map(len, blobs)) // TOKEN_BYTES, self._limits)
+        return tuple(
+            EncodedContext(
+                tokens=decode_tokens(f"{field}[{index}].tokens", blob, self._vocab_size),
+                trunk=NO_TRUNK,
+            )
+            for index, blob in enumerate(blobs)
         )
 
     async def encode_chat(self, field: str, chat: inference_pb2.Chat) -> EncodedContext:

@@ -37,7 +37,8 @@ class LabelScoring:
     def read(self, values: Values) -> Readout:
         logprobs = self._label_logprobs(values.gather_logprobs)
         scores = np.exp(logprobs)
-        mass = scores[:, self.labels.disjoint].sum(axis=1)
+        summed = scores if self.labels.is_one_read else scores[:, self.labels.disjoint]
+        mass = summed.sum(axis=1)
         if self.options.apply_softmax:
             scores = softmax(logprobs / (self.options.temperature or 1.0))
         return Readout(scores=scores.astype(np.float32), label_mass=mass.astype(np.float32))
@@ -46,7 +47,7 @@ class LabelScoring:
         labels = self.labels
         by_row = gathered.reshape(self.rows, len(labels.gather_ids)).astype(np.float64)
         if labels.is_one_read:
-            return by_row[:, labels.label_reads]
+            return by_row  # of distinct tokens, in the order of the labels
         summed: Float64 = np.add.reduceat(
             by_row[:, labels.label_reads], labels.label_indptr[:-1], axis=1
         )

@@ -40,7 +40,7 @@ class ScoreRunner:
             self._metrics.cancelled(phase, by_deadline=passed(deadline))
             raise
         response = score_response(plan, result)
-        self._count(plan, result)
+        self._count_later(plan, result)
         response.timing.CopyFrom(
             timing_message(result.timing, started=started, tokenized=tokenized)
         )
@@ -108,6 +108,10 @@ class ScoreRunner:
         if plan.call.request.partial_results and deadline is not None:
             deadline -= ANSWER_S
         return score_job(plan, request_id=request_id, deadline=deadline, parts=parts)
+
+    def _count_later(self, plan: ScorePlan, result: ScoreResult) -> None:
+        """Once the answer is on its way."""
+        asyncio.get_running_loop().call_soon(self._count, plan, result)
 
     def _count(self, plan: ScorePlan, result: ScoreResult) -> None:
         request, items = plan.call.request, len(plan.rows.items)

@@ -27,11 +27,12 @@ def decode_tokens(field: str, blob: bytes, vocab_size: int) -> Int32:
 
 def decode_packed(field: str, message: inference_pb2.PackedTokens, vocab_size: int) -> PackedTokens:
     tokens = decode_tokens(f"{field}.tokens", message.tokens, vocab_size)
-    indptr = np.array(message.offsets, dtype=np.int64)
-    if not len(indptr) or indptr[0] != 0 or indptr[-1] != len(tokens):
+    offsets = message.offsets
+    if not offsets or offsets[0] != 0 or offsets[-1] != len(tokens):
         raise InvalidRequest(
             f"{field}.offsets", f"must start with 0 and end with {len(tokens)}, the token count"
         )
+    indptr = np.array(offsets, dtype=np.int64)
     if (indptr[1:] < indptr[:-1]).any():
         raise InvalidRequest(f"{field}.offsets", "must not decrease")
     return PackedTokens(tokens=tokens, indptr=indptr.astype(np.int32))

@@ -150,9 +150,17 @@ class CallStatus(grpc.aio.ServerInterceptor):
             await _abort(context, unexpected(error))
         finally:
             if method.label is not None:
-                seconds = time.monotonic() - started
-                self._metrics.finished(method.label, code, seconds)
-                self._watch.end(code, seconds, fault)
+                self._end(method.label, code, time.monotonic() - started, fault)
+
+    def _end(self, label: str, code: str, seconds: float, fault: Exception | None) -> None:
+        def note() -> None:
+            self._metrics.finished(label, code, seconds)
+            self._watch.end(code, seconds, fault)
+
+        if code == "OK":
+            asyncio.get_running_loop().call_soon(note)  # the answer goes out first
+        else:
+            note()  # the status has gone
 
 
 def remaining_deadline(context: Context) -> float | None:

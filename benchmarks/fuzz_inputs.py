@@ -10,11 +10,11 @@ from google.protobuf.message import Message
 from grpc_health.v1.health_pb2 import HealthCheckRequest
 from grpc_reflection.v1alpha.reflection_pb2 import ServerReflectionRequest
 
-from stemserve.proto.v1 import inference_pb2, info_pb2, prefixes_pb2
+from stemserve.proto.v1 import inference_pb2, info_pb2, prefixes_pb2, tries_pb2
 from stemserve.service.calls.services import SERVICES
 from stemserve.service.serving.reflection import V1, V1ALPHA
 
-FILES = (inference_pb2, prefixes_pb2, info_pb2)
+FILES = (inference_pb2, prefixes_pb2, tries_pb2, info_pb2)
 MAX_DEPTH = 4
 ODD_INTEGERS = (0, 1, 2, 5, 49151, 49152, 2**31 - 1, -(2**31), 2**32 - 1, -1, 2**63 - 1, -(2**63))
 ODD_FLOATS = (0.0, -0.0, 1.0, -1.0, 1e-45, 3e38, float("inf"), float("-inf"), float("nan"))

@@ -42,7 +42,7 @@ class ReadTokens:
         if self._masks:
             for row, slot in enumerate(slots.tolist()):
                 if slot in self._masks:
-                    counts[row] = min(counts[row], self._masks[slot].count)
+                    counts[row] = min(counts[row], self._masks[slot].size)
         return counts
 
     def read(

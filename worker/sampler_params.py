@@ -1,7 +1,9 @@
 """How one sampler slot draws its tokens: decoded from its message and checked."""
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,6 +15,8 @@ from stemserve.worker.step_checks import check_range
 
 Float32 = NDArray[np.float32]
 UInt8 = NDArray[np.uint8]
+
+_NO_BITS = np.zeros(0, np.uint8)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,8 +47,7 @@ class SamplerParams:
         return (self.repetition_penalty, self.presence_penalty, self.frequency_penalty) != (1, 0, 0)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TokenMask:
+class TokenMask(NamedTuple):
     """Tokens that may be drawn into a slot, in one step: as bits or, where they are few, as ids."""
 
     slot: int
@@ -52,21 +55,34 @@ class TokenMask:
     ids: Int32  # ascending
 
     @property
-    def count(self) -> int:
+    def size(self) -> int:
+        """How many tokens it allows."""
         return len(self.ids) or int(np.bitwise_count(self.bits).sum())
 
 
-def decode_mask(message: worker_pb2.TokenMask, *, vocab_size: int) -> TokenMask:
-    """Raises BadPlan."""
-    where = f"mask of slot {message.slot}"
-    bits = np.frombuffer(message.allowed, np.uint8)
-    ids = _token_ids(f"{where}: allowed_ids", message.allowed_ids, vocab_size)
-    if len(ids):
-        if len(bits) or (ids[1:] <= ids[:-1]).any():
-            raise BadPlan(f"{where}: allowed_ids must ascend, without bits beside them")
-    elif len(bits) != -(-vocab_size // 8):
-        raise BadPlan(f"{where}: {len(bits)} bytes for {vocab_size} tokens")
-    return TokenMask(slot=message.slot, bits=bits, ids=ids)
+def decode_masks(
+    messages: Sequence[worker_pb2.TokenMask], *, vocab_size: int
+) -> tuple[TokenMask, ...]:
+    """The ids of all at once: a search has hundreds of masks. Raises BadPlan."""
+    blobs = [message.allowed_ids for message in messages]
+    ids = _token_ids("masks: allowed_ids", b"".join(blobs), vocab_size)
+    ends: list[int] = np.cumsum([len(blob) // 4 for blob in blobs]).tolist()
+    starts = [0, *ends[:-1]]
+    ascend = ids[1:] > ids[:-1]
+    ascend[[start - 1 for start in starts if 0 < start < len(ids)]] = True  # of another mask
+    if not ascend.all() or any(len(blob) % 4 for blob in blobs):
+        raise BadPlan("masks: allowed_ids must be whole numbers that ascend")
+    bytes_of_bits = -(-vocab_size // 8)
+    masks: list[TokenMask] = []
+    for message, start, end in zip(messages, starts, ends, strict=True):
+        bits = _NO_BITS if start < end else np.frombuffer(message.allowed, np.uint8)
+        if start < end and message.allowed:
+            raise BadPlan(f"mask of slot {message.slot}: there are bits beside its ids")
+        if start == end and len(bits) != bytes_of_bits:
+            where = f"mask of slot {message.slot}"
+            raise BadPlan(f"{where}: {len(bits)} bytes for {vocab_size} tokens")
+        masks.append(TokenMask(message.slot, bits, ids[start:end]))
+    return tuple(masks)
 
 
 def decode_sampler(message: worker_pb2.Sampler, *, slots: int, vocab_size: int) -> SamplerParams:

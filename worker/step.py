@@ -23,7 +23,7 @@ from stemserve.worker.native_check import (
     SLOTS_ASCEND,
     native_check,
 )
-from stemserve.worker.sampler_params import SamplerParams, TokenMask, decode_mask, decode_sampler
+from stemserve.worker.sampler_params import SamplerParams, TokenMask, decode_masks, decode_sampler
 from stemserve.worker.step_checks import (
     StepLimits,
     check_forest,
@@ -252,6 +252,6 @@ def _decode_samplers(plan: worker_pb2.StepPlan, limits: StepLimits) -> tuple[Sam
 def _decode_masks(plan: worker_pb2.StepPlan, limits: StepLimits) -> tuple[TokenMask, ...]:
     if not plan.masks:
         return ()
-    masks = tuple(decode_mask(message, vocab_size=limits.vocab_size) for message in plan.masks)
+    masks = decode_masks(plan.masks, vocab_size=limits.vocab_size)
     check_unique("masks: slots", np.asarray([mask.slot for mask in masks], np.int32))
     return masks

@@ -1,9 +1,10 @@
 """Constraint to a set of token sequences, up to millions: a trie in arrays, no object a node."""
 
-from collections.abc import Callable, Iterator
+from bisect import bisect_left
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import count
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -47,48 +48,59 @@ class TokenTrie:
         return replace(self, end_ids=np.union1d(self.end_ids, ids))
 
     def start(self) -> "TrieState":
-        return TrieState(self)
+        first_child, tokens, is_end = map(_view, (self.first_child, self.tokens, self.is_end))
+        views = _Views(first_child, tokens, is_end)
+        return TrieState(self, views, ROOT)
+
+
+class _Views(NamedTuple):
+    """The arrays as what gives numbers of Python's own, in a fraction of numpy's time."""
+
+    first_child: Sequence[int]
+    tokens: Sequence[int]
+    is_end: Sequence[bool]
 
 
 class TrieState:
-    __slots__ = ("_node", "_trie")
+    __slots__ = ("_end", "_first", "_node", "_trie", "_views")
 
-    def __init__(self, trie: TokenTrie, node: int = ROOT) -> None:
+    def __init__(self, trie: TokenTrie, views: _Views, node: int) -> None:
         self._trie = trie
+        self._views = views
         self._node = node
+        self._first: int = views.first_child[node]  # of the children
+        self._end: int = views.first_child[node + 1]
 
     @property
     def is_complete(self) -> bool:
-        return bool(self._trie.is_end[self._node])
+        return self._views.is_end[self._node]
 
     @property
     def is_closed(self) -> bool:
-        first, end = self._children()
-        return first == end
+        return self._first == self._end
 
     def allowed(self) -> Allowed:
         trie = self._trie
-        first, end = self._children()
-        ids = trie.tokens[first:end]
+        ids = trie.tokens[self._first : self._end]
         if self.is_complete:
             ids = np.sort(np.concatenate((ids, trie.end_ids)))
         return allowed_ids(ids, trie.vocab_size)
 
     def advance(self, token: int) -> None:
-        first, end = self._children()
-        children = self._trie.tokens[first:end]
-        # Of the array's own type: else all of it would be converted.
-        at = int(children.searchsorted(np.int32(token)))
-        if at == len(children) or int(children[at]) != token:
+        views = self._views
+        at = bisect_left(views.tokens, token, self._first, self._end)
+        if at == self._end or views.tokens[at] != token:
             raise ConstraintFault(f"token {token} is in no sequence here")
-        self._node = first + at
+        self._node = at
+        self._first = views.first_child[at]
+        self._end = views.first_child[at + 1]
 
     def fork(self) -> "TrieState":
-        return TrieState(self._trie, self._node)
+        return TrieState(self._trie, self._views, self._node)
 
-    def _children(self) -> tuple[int, int]:
-        first_child = self._trie.first_child
-        return int(first_child[self._node]), int(first_child[self._node + 1])
+
+def _view(array: NDArray[Any]) -> Any:
+    return array.data
 
 
 class _Level(NamedTuple):

@@ -11,7 +11,7 @@ from torch import Tensor
 from stemserve.kernels.layout import int32
 from stemserve.proto.v1 import worker_pb2
 from stemserve.worker.sampler import Drawn, Sampler
-from stemserve.worker.sampler_params import TokenMask, decode_mask, decode_sampler
+from stemserve.worker.sampler_params import TokenMask, decode_masks, decode_sampler
 from stemserve.worker.step_reads import Samples
 
 B28 = [2.0, 1.0, 0.0, -1.0]
@@ -68,8 +68,9 @@ def decode_plan(slot: int) -> PlanBuilder:
 def mask_of(slot: int, ids: NDArray[np.integer], vocab: int, *, as_ids: bool = False) -> TokenMask:
     if as_ids:
         blob = np.sort(ids).astype("<i4").tobytes()
-        return decode_mask(worker_pb2.TokenMask(slot=slot, allowed_ids=blob), vocab_size=vocab)
+        message = worker_pb2.TokenMask(slot=slot, allowed_ids=blob)
+        return decode_masks([message], vocab_size=vocab)[0]
     flags = np.zeros(vocab, np.bool_)
     flags[ids] = True
     bits = np.packbits(flags, bitorder="little").tobytes()
-    return decode_mask(worker_pb2.TokenMask(slot=slot, allowed=bits), vocab_size=vocab)
+    return decode_masks([worker_pb2.TokenMask(slot=slot, allowed=bits)], vocab_size=vocab)[0]

@@ -11,7 +11,7 @@ from stemserve.kernels.layout import int32
 from stemserve.proto.v1 import worker_pb2
 from stemserve.worker.blobs import encode_float32
 from stemserve.worker.sampler import Drawn, Sampler
-from stemserve.worker.sampler_params import decode_sampler
+from stemserve.worker.sampler_params import decode_masks, decode_sampler
 from stemserve.worker.step_reads import Samples
 
 
@@ -62,3 +62,43 @@ def test_a_gpu_draws_what_a_cpu_draws() -> None:
     assert gpu.top_counts.tolist() == cpu.top_counts.tolist()
     for row, count in enumerate(cpu.top_counts.tolist()):
         assert torch.equal(cpu.top_ids[row, :count], gpu.top_ids[row, :count])
+
+
+@pytest.mark.gpu
+def test_a_gpu_reads_the_likeliest_of_masks_as_a_cpu_does() -> None:
+    """Masks as ids, of more and fewer than are read, and as bits; beside samples without one."""
+    rng = np.random.default_rng(seed := int(torch.seed()) % 2**31)
+    print(f"seed {seed}")
+    rows, vocab, most = 40, 5000, 33
+    logits = torch.tensor(rng.normal(0, 3, (rows, vocab)), dtype=torch.float32)
+    samplers = [
+        worker_pb2.Sampler(slot=row, top_logprobs=most, top_of_mask=row % 5 > 0)
+        for row in range(rows)
+    ]
+    masks: list[worker_pb2.TokenMask] = []
+    for row in range(rows):
+        legal = np.sort(rng.permutation(vocab)[: int(rng.choice([1, 20, 150, 4000]))])
+        if row % 5 == 4:
+            flags = np.zeros(vocab, np.bool_)
+            flags[legal] = True
+            bits = np.packbits(flags, bitorder="little").tobytes()
+            masks.append(worker_pb2.TokenMask(slot=row, allowed=bits))
+        elif row % 5:
+            masks.append(worker_pb2.TokenMask(slot=row, allowed_ids=blob(legal.tolist())))
+    drawn: list[Drawn] = []
+    for device in (CPU, torch.device("cuda")):
+        sampler = Sampler(rows, device)
+        sampler.admit([decode_sampler(each, slots=rows, vocab_size=vocab) for each in samplers])
+        sampler.mask(decode_masks(masks, vocab_size=vocab))
+        samples = Samples(
+            rows=int32(range(rows)), slots=int32(range(rows)), index=int32([0] * rows)
+        )
+        drawn.append(sampler.draw(logits.to(device), samples).on_host())
+    torch.cuda.synchronize()
+    cpu, gpu = drawn
+    assert not gpu.failed.any()
+    assert gpu.top_counts.tolist() == cpu.top_counts.tolist()
+    for row, count in enumerate(cpu.top_counts.tolist()):
+        assert torch.equal(cpu.top_ids[row, :count], gpu.top_ids[row, :count])
+        differences = (cpu.top_logprobs - gpu.top_logprobs)[row, :count].abs()
+        assert differences.max() < 1e-4

@@ -52,15 +52,18 @@ def test_a_mask_of_another_size_or_for_no_sample_is_refused() -> None:
     plan.masks[0].allowed = bits
     assert decode_step(plan, LIMITS).masks
     plan.masks[0].allowed_ids = np.array([1, 2], "<i4").tobytes()
-    with pytest.raises(BadPlan, match="without bits"):
+    with pytest.raises(BadPlan, match="bits beside its ids"):
         decode_step(plan, LIMITS)
     plan.masks[0].allowed = b""
     assert decode_step(plan, LIMITS).masks[0].ids.tolist() == [1, 2]
     plan.masks[0].allowed_ids = np.array([2, 2], "<i4").tobytes()
-    with pytest.raises(BadPlan, match="must ascend"):
+    with pytest.raises(BadPlan, match="that ascend"):
         decode_step(plan, LIMITS)
     plan.masks[0].allowed_ids = np.array([LIMITS.vocab_size], "<i4").tobytes()
-    with pytest.raises(BadPlan, match="mask of slot 0: allowed_ids"):
+    with pytest.raises(BadPlan, match="masks: allowed_ids"):
+        decode_step(plan, LIMITS)
+    plan.masks[0].allowed_ids = bytes(5)
+    with pytest.raises(BadPlan, match="allowed_ids"):
         decode_step(plan, LIMITS)
     plan.masks[0].allowed_ids, plan.masks[0].allowed = b"", bits
     plan.masks[0].slot = 1

@@ -22,9 +22,9 @@ def address(
     return f"127.0.0.1:{start_server('--model', default_model_path)[1]['rpc']}"
 
 
-def output(name: str, address: str) -> list[str]:
+def output(name: str, address: str, *options: str) -> list[str]:
     done = subprocess.run(
-        [sys.executable, ROOT / "examples" / name, "--server", address],
+        [sys.executable, ROOT / "examples" / name, "--server", address, *options],
         capture_output=True,
         text=True,
         timeout=PATIENCE_S,
@@ -54,6 +54,12 @@ def test_an_example_prints_what_the_readme_shows(name: str, address: str) -> Non
         assert len(scores) == 8 and scores == sorted(scores, reverse=True)
         said, expected = said[-1:], expected[-1:]
     assert [without_numbers(line) for line in said] == [without_numbers(line) for line in expected]
+
+
+def test_retrieval_over_many_random_ids_finds_some_of_them(address: str) -> None:
+    *_, uploaded, searched = output("generative_retrieval.py", address, "--many", "2000")
+    assert uploaded.startswith("2,000 ids of 8 tokens")
+    assert searched.endswith("all answers among them.")
 
 
 def test_each_example_is_in_the_readme() -> None:

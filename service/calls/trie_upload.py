@@ -25,6 +25,7 @@ from stemserve.service.text.tokenizer import TokenizerPool
 
 DIGEST_BYTES = 12
 OFFSET_BYTES = 4
+PART_BYTES = 512  # of a message, whatever it holds
 LONGEST_PAUSE_S = 30.0  # between the messages of an upload, which holds memory
 FIELD = "sequences"
 
@@ -75,14 +76,14 @@ class TrieReader:
     async def _sequences(
         self, message: inference_pb2.PackedTokens, reserve: Callable[[int], None]
     ) -> PackedTokens:
-        reserve(len(message.tokens) + OFFSET_BYTES * len(message.offsets))
+        reserve(PART_BYTES + len(message.tokens) + OFFSET_BYTES * len(message.offsets))
         # Of a megabyte, some milliseconds.
         return await asyncio.to_thread(decode_packed, FIELD, message, self._vocab_size)
 
     async def _texts(self, texts: Sequence[str], reserve: Callable[[int], None]) -> PackedTokens:
         check_characters(sum(map(len, texts)), self._limits)
         packed = await self._pool.encode_continuations(texts)
-        reserve(packed.tokens.nbytes + packed.indptr.nbytes)
+        reserve(PART_BYTES + packed.tokens.nbytes + packed.indptr.nbytes)
         check_known("texts", packed.tokens, self._vocab_size)
         return packed
 

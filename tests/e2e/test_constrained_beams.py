@@ -152,6 +152,40 @@ async def test_beams_over_a_set_are_those_of_transformers(
         assert_found(answer, search, model.oracle)
 
 
+async def test_a_search_as_wide_as_its_set_ranks_all_of_it(
+    models: RandomModels, make_rig: MakeRig, rng: Rng
+) -> None:
+    """256 beams, of which many find no sequence; each that does has the score of a plain sum."""
+    model = models.lm("Llama")
+    alphabet = rng.permutation(VOCAB - 20)[:9]
+    sequences: list[list[int]] = [
+        rng.choice(alphabet, rng.integers(1, 6)).tolist() for _ in range(90)
+    ]
+    whole = {(*each, EOS_ID) for each in sequences}
+    search = SetSearch(
+        prompt=random_tokens(rng, 20),
+        sequences=sequences,
+        width=256,
+        best=256,
+        penalty=1.0,
+        mode=inference_pb2.EARLY_STOPPING_NEVER,
+    )
+    request = search.request
+    request.ClearField("stop_token_ids")
+    answer = await engine(models, make_rig).generate(request)
+    assert {tuple(answer.tokens[rank]) for rank in range(len(whole))} == whole
+    assert [answer.finish[rank] for rank in range(len(whole), 256)] == [NONE_LEFT] * (
+        256 - len(whole)
+    )
+    scores = [answer.scores[rank] for rank in range(len(whole))]
+    assert scores == sorted(scores, reverse=True)
+    sums = [
+        model.oracle.token_logprobs(search.prompt, answer.tokens[rank]).mean()
+        for rank in range(len(whole))
+    ]
+    np.testing.assert_allclose(scores, sums, atol=1e-3)
+
+
 def searching(rng: Rng, case: Constrained, *, best: int = 3) -> inference_pb2.GenerateRequest:
     request = generation(random_tokens(rng, 5), ignore_eos=False, max_new_tokens=60, n=best)
     request.ClearField("sampling")

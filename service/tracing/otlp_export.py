@@ -80,7 +80,7 @@ class OtlpExport:
 
     def _run(self) -> None:
         while (item := self._traces.get()) is not None:
-            batch, counted = self._readable(item[0]), item[1]
+            batch, counted = self.readable(item[0]), item[1]
             until = time.monotonic() + DELAY_S
             while item is not None and len(batch) < BATCH_SPANS:
                 try:
@@ -88,7 +88,7 @@ class OtlpExport:
                 except queue.Empty:
                     break
                 if item is not None:
-                    batch += self._readable(item[0])
+                    batch += self.readable(item[0])
                     counted += item[1]
             self._send(batch, counted)
             if item is None:
@@ -109,7 +109,7 @@ class OtlpExport:
             failed = "stopped" if self._is_cut else "refused"
             self._note("exported" if is_sent else failed, len(batch))
 
-    def _readable(self, trace: CallTrace) -> list[ReadableSpan]:
+    def readable(self, trace: CallTrace) -> list[ReadableSpan]:
         state = TraceState.from_header([trace.ids.state]) if trace.ids.state else TraceState()
         spans = spans_of(trace)
         return [self._span(trace, span, state, is_call=span is spans[0]) for span in spans]

@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import AsyncGenerator, Callable, Generator, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
+from contextvars import Context
 from dataclasses import replace
 from typing import Any, TypeVar
 
@@ -189,7 +190,8 @@ class ThreadedEngine:
                 self._loop.call_later(GATHER_S, self._call_step_loop)
         elif not self._is_work_due:
             self._is_work_due = True
-            self._loop.call_soon(self._work)
+            # Of all jobs: nothing that it logs belongs to the call that happens to bring it.
+            self._loop.call_soon(self._work, context=Context())
 
     def _work(self) -> None:
         self._is_work_due = False

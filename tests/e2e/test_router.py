@@ -3,11 +3,13 @@
 import asyncio
 import itertools
 import json
+import re
 import shutil
 import signal
 import socket
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import AsyncGenerator, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, closing, suppress
@@ -19,6 +21,7 @@ import grpc
 import pytest
 import yaml
 from tests.deploy.chart import render, the
+from tests.e2e.served import scrape
 
 from stemserve.proto.v1 import inference_pb2, info_pb2, info_pb2_grpc, prefixes_pb2
 from stemserve.service.client import Client
@@ -31,6 +34,7 @@ Started = tuple["subprocess.Popen[str]", dict[str, int]]
 SERVERS = 3
 KEYS = [f"key-{number}" for number in range(300)]
 MODE = inference_pb2.LogLikelihood()
+AFFINITY = re.compile(r'stemserve_prefix_affinity_total\{outcome="(\w+)"\}')
 DRAIN_DELAY_S = 3  # longer than Envoy's health checks take to notice
 
 
@@ -45,6 +49,7 @@ def free_port() -> int:
 class Fleet:
     target: str  # Envoy's
     servers: dict[str, "subprocess.Popen[str]"]  # by the name of the model, one for each
+    ports: list[dict[str, int]]  # of each
 
     def running(self) -> list[str]:
         return [name for name, server in self.servers.items() if server.poll() is None]
@@ -112,7 +117,8 @@ def fleet(
     servers = {name: process for name, (process, _) in started.items()}
     with subprocess.Popen(command) as envoy:
         try:
-            fleet = Fleet(target=f"127.0.0.1:{calls}", servers=servers)
+            all_ports = [ports for _, ports in started.values()]
+            fleet = Fleet(target=f"127.0.0.1:{calls}", servers=servers, ports=all_ports)
             asyncio.run(until_all_are_there(fleet))
             yield fleet
         finally:
@@ -130,16 +136,30 @@ async def until_all_are_there(fleet: Fleet) -> None:
             await asyncio.sleep(0.1)
 
 
+async def affinity(fleet: Fleet) -> Counter[str]:
+    """Of all servers, by outcome."""
+    outcomes = Counter[str]()
+    for ports in fleet.ports:
+        for name, value in (await scrape(ports)).items():
+            if found := AFFINITY.fullmatch(name):
+                outcomes[found[1]] += int(value)
+    return outcomes
+
+
 async def test_calls_of_a_context_or_prefix_meet_on_one_server(fleet: Fleet) -> None:
     """Each finds in the cache what the one before left there, whichever client sends it."""
     texts = [
         f"{number} is the number of a context that several calls share." for number in range(12)
     ]
+    before = await affinity(fleet)
     async with Client(fleet.target) as one, Client(fleet.target) as other:
         for text in texts:
             await one.score([" a"], MODE, query=text)
             again = await other.score([" b", " c"], MODE, query=text)
             assert again.usage.cached_tokens >= len(text) - 1, text
+    outcomes = await affinity(fleet) - before
+    assert outcomes.total() == 2 * len(texts) == outcomes["home"] + outcomes["first"]
+    assert outcomes["home"] >= len(texts)
     owners = await fleet.owners()
     assert set(owners.values()) == set(fleet.running())
     for name in fleet.running():

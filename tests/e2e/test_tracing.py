@@ -1,6 +1,7 @@
 """Traces of calls of a real server and worker, as a real receiver gets them."""
 
 import asyncio
+import json
 import secrets
 import subprocess
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
@@ -276,6 +277,24 @@ async def generate(client: Client, tokens: int = 3000) -> None:
     )
     async for _ in client.generate(request):
         pass
+
+
+async def test_logs_are_objects_of_both_processes_with_the_calls_ids_and_no_text(
+    start_server: StartServer, tiny_model: Path
+) -> None:
+    words: list[object] = ["--model", tiny_model, "--load-format", "dummy", "--threads", 1]
+    server, ports = start_server(*words, "--log-format", "json", "--log-calls")
+    async with Client(f"127.0.0.1:{ports['rpc']}", timeout_s=60.0) as client:
+        await client.score_request(score_request())
+    server.terminate()
+    log = Path(f"/proc/{server.pid}/fd/2").resolve()
+    assert await asyncio.to_thread(server.wait, 30) == 0
+    text = log.read_text()
+    lines = [json.loads(line) for line in text.splitlines()]
+    assert {line["process"] for line in lines} == {"service", "worker"}
+    (call,) = [line for line in lines if line["logger"] == "stemserve.calls"]
+    assert call["code"] == "OK" and len(call["call_id"]) == 16 and "trace_id" not in call
+    assert "xylophone" not in text
 
 
 async def test_a_server_sends_what_it_has_before_it_ends(

@@ -11,6 +11,9 @@ import grpc
 from opentelemetry.proto.collector.trace.v1 import trace_service_pb2, trace_service_pb2_grpc
 from opentelemetry.proto.common.v1.common_pb2 import AnyValue, KeyValue
 from opentelemetry.proto.trace.v1.trace_pb2 import Span
+from tests.service.certificates import Identity
+
+ANY_PORT = "127.0.0.1:0"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,11 +41,16 @@ class Receiver:
 
 
 @contextmanager
-def otlp_receiver() -> Generator[Receiver]:
+def otlp_receiver(identity: Identity | None = None) -> Generator[Receiver]:
+    """With an identity it speaks TLS."""
     with ThreadPoolExecutor(2) as threads:
         server = grpc.server(threads)
-        port = server.add_insecure_port("127.0.0.1:0")
-        receiver = Receiver(endpoint=f"http://127.0.0.1:{port}")
+        if identity is None:
+            receiver = Receiver(endpoint=f"http://127.0.0.1:{server.add_insecure_port(ANY_PORT)}")
+        else:
+            pair = (identity.private_key.read_bytes(), identity.certificate.read_bytes())
+            port = server.add_secure_port(ANY_PORT, grpc.ssl_server_credentials([pair]))
+            receiver = Receiver(endpoint=f"https://localhost:{port}")
         receiver.open.set()
 
         class Traces(trace_service_pb2_grpc.TraceServiceServicer):

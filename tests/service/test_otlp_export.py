@@ -2,11 +2,14 @@
 
 import time
 from collections import Counter
+from pathlib import Path
 from typing import Any
 
 import pytest
+from cryptography import x509
 from opentelemetry.sdk.trace import ReadableSpan
-from tests.service.otlp_receiver import Receiver, otlp_receiver, values
+from tests.service.certificates import Authority
+from tests.service.otlp_receiver import otlp_receiver, values
 
 from stemserve.service.tracing.call_trace import CallTrace, StepShare, TracedStep
 from stemserve.service.tracing.otlp_export import OtlpExport, otlp_export
@@ -166,10 +169,28 @@ def test_a_caller_that_is_not_followed_keeps_its_trace_and_not_its_choice() -> N
         assert trace is None or trace.ids.trace_id == parent.trace_id
 
 
-def test_receivers_with_a_name_of_their_own_are_used(counts: Counter[str]) -> None:
-    receiver: Receiver
-    with otlp_receiver() as receiver:
-        export = export_to(receiver.endpoint.replace("127.0.0.1", "localhost"), counts)
+def test_a_receiver_with_tls_is_sent_to_with_the_environments_authority(
+    counts: Counter[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    authority = Authority(tmp_path)
+    identity = authority.issue("collector", x509.DNSName("localhost"))
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_CERTIFICATE", str(authority.certificate))
+    with otlp_receiver(identity) as receiver:
+        export = export_to(receiver.endpoint, counts)
         export.put(ended_call())
         export.close(10.0)
-        assert counts == {"exported": 1}
+    assert counts == {"exported": 1}
+
+
+def test_a_deployment_names_its_service(
+    counts: Counter[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OTEL_SERVICE_NAME", "ranker")
+    monkeypatch.setenv("OTEL_RESOURCE_ATTRIBUTES", "deployment.environment.name=staging")
+    with otlp_receiver() as receiver:
+        export = export_to(receiver.endpoint, counts)
+        export.put(ended_call())
+        export.close(10.0)
+        assert receiver.resource["service.name"] == "ranker"
+        assert receiver.resource["deployment.environment.name"] == "staging"
+        assert receiver.resource["service.version"] == "1.2"

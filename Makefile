@@ -9,7 +9,7 @@ STAMP := $(VENV)/.installed
 PROTO_VENV := .venv-proto
 PROTOS := $(sort $(wildcard proto/v1/*.proto))
 
-.PHONY: install model demo test deploy-check bench-cpu bench-frontend bench-ranking bench-yes-no bench-kernels bench-engine load faults fuzz soak check proto proto-check metrics-docs dashboards prometheus wheel clean
+.PHONY: install model demo test deploy-check bench-cpu bench-frontend bench-ranking bench-yes-no bench-kernels bench-engine load faults fuzz soak check proto proto-check metrics-docs dashboards dashboard-pictures prometheus wheel clean
 
 install: $(STAMP)
 
@@ -38,8 +38,9 @@ test: $(STAMP) $(MODEL) prometheus
 	$(BIN)/pytest -m "not gpu"
 
 # Chart, images, rules and routing, as far as they can be checked without a cluster; ends with a line of JSON.
+# As root with buildah and debootstrap the CPU image is built and run too; ARGS=--no-image leaves that out.
 deploy-check: $(STAMP) $(MODEL) prometheus
-	$(BIN)/python deploy/check.py
+	$(BIN)/python deploy/check.py $(ARGS)
 
 # Options in ARGS, such as ARGS=--quick; ARGS=--help lists them.
 bench-cpu: $(STAMP) $(MODEL)
@@ -109,6 +110,11 @@ metrics-docs: $(STAMP)
 
 dashboards:
 	$(PYTHON) deploy/grafana/make_dashboards.py
+
+# As a real server fills them in some minutes; needs matplotlib.
+dashboard-pictures: $(STAMP) prometheus
+	$(BIN)/python -m pip install --quiet matplotlib
+	PYTHONPATH=benchmarks $(BIN)/python benchmarks/live_dashboards.py $(ARGS)
 
 # Debian's build, for tests of rules and dashboards; without it they are skipped.
 prometheus:

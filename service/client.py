@@ -18,7 +18,7 @@ from stemserve.service import client_decoding as decoding
 from stemserve.service.chat_request import chat_request
 from stemserve.service.client_answers import Metadata, answer_of, answers_of
 from stemserve.service.client_calls import NOT_KNOWN, Calls
-from stemserve.service.client_channel import OPTIONS, PLAINTEXT, Access, Headers, open_channel
+from stemserve.service.client_channel import PLAINTEXT, Access, Headers, open_channel, options_of
 from stemserve.service.client_errors import ClientError, status_error
 from stemserve.service.client_modes import Mode, with_mode
 from stemserve.service.client_prefixes import KnownPrefixes, with_id
@@ -43,6 +43,7 @@ class Client:
         access: Access = PLAINTEXT,
         reregister: bool = False,
         headers: Headers | None = None,
+        hashes: bool = False,
     ) -> None:
         """`timeout_s` is the deadline of each call. Raises OSError if a file of `access` is bad.
         `headers` gives metadata to go with a call, such as the `traceparent` of the span around it.
@@ -50,8 +51,10 @@ class Client:
         `reregister` is for a router before several servers: a prefix that this client registered,
         or a trie that it uploaded, is told again to a server that does not know it, also where it
         had expired.
+        `hashes` is for several servers without a router: `target` names them all, and calls of one
+        prefix go to one of them.
         """
-        self._channel = open_channel(target, access, OPTIONS, headers=headers)
+        self._channel = open_channel(target, access, options_of(hashes=hashes), headers=headers)
         self._timeout_s = timeout_s
         self._inference: Any = inference_pb2_grpc.InferenceStub(self._channel)
         self._prefixes: Any = prefixes_pb2_grpc.PrefixesStub(self._channel)

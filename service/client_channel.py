@@ -1,12 +1,15 @@
 """Open a channel to a server: plaintext or TLS, with a key or token if callers are told apart."""
 
 import json
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import grpc
+
+from stemserve.service.client_routing import HEADER
 
 MAX_MESSAGE_BYTES = 64 << 20
 RETRIES = {
@@ -31,6 +34,19 @@ OPTIONS: Sequence[tuple[str, Any]] = (
     ("grpc.http2.ping_timeout_ms", 20_000),  # else a minute, whatever the line above says
     ("grpc.service_config", json.dumps(RETRIES)),
 )
+# Each server has points on a ring in proportion to its weight; a key goes to the next one.
+HASHED = {
+    "loadBalancingConfig": [
+        {
+            "ring_hash_experimental": {
+                "minRingSize": 1024,
+                "maxRingSize": 4096,
+                "requestHashHeader": HEADER,
+            }
+        }
+    ]
+}
+HASH_FLAG = "GRPC_EXPERIMENTAL_RING_HASH_SET_REQUEST_HASH_KEY"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,6 +74,18 @@ PLAINTEXT = Access()
 
 
 Headers = Callable[[], Sequence[tuple[str, str]]]  # metadata for a call that is about to be made
+
+
+def options_of(*, hashes: bool) -> Sequence[tuple[str, Any]]:
+    """Of a channel; `hashes`: to one of several servers by the key of the call's prefix.
+
+    gRPC takes the name of the header only where its environment says so.
+    """
+    if not hashes:
+        return OPTIONS
+    os.environ[HASH_FLAG] = "true"
+    config = ("grpc.service_config", json.dumps(RETRIES | HASHED))
+    return [*(option for option in OPTIONS if option[0] != config[0]), config]
 
 
 def open_channel(

@@ -63,7 +63,7 @@ REJECTIONS: Mapping[type[RequestError], str] = {
     PrefixesFull: "too_large",
     TriesFull: "too_large",
     DeadlinePassed: "deadline",
-    NotReady: "draining",
+    NotReady: "not_ready",
 }
 CONSTRAINTS = ("choice", "regex", "json_schema", "grammar", "token_sequences", "trie_id")
 SPANS = ("exported", "queue_full", "refused", "stopped")

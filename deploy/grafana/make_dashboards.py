@@ -9,7 +9,6 @@ from typing import Any
 FOLDER = Path(__file__).parent
 COLUMNS = 24
 WIDTH, HEIGHT = 8, 8  # of a panel that does not say so
-SMALL = 4  # panels of this width are half as high
 REPLICAS = 'job=~"$job",instance=~"$instance"'
 DATASOURCE = {"type": "prometheus", "uid": "${datasource}"}
 
@@ -108,7 +107,8 @@ def _panels(rows: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
         }
         number, y, x = number + 1, y + 1, 0
         widths = [panel.get("width", WIDTH) for panel in row["panels"]]
-        height = HEIGHT // 2 if max(widths) <= SMALL else HEIGHT
+        flat = all(panel.get("kind") == "stat" for panel in row["panels"])
+        height = HEIGHT // 2 if flat else HEIGHT
         for panel, width in zip(row["panels"], widths, strict=True):
             if x + width > COLUMNS:
                 x, y = 0, y + height

@@ -71,6 +71,15 @@ MATRIX: Mapping[str, Values] = {
         },
         "tenants": {"search": {}},
     },
+    "inference pool": {
+        "router": {"mode": "inferencePool"},
+        "replicas": 3,
+        "inferencePool": {
+            "endpointPicker": {"service": "picker"},
+            "gateway": {"name": "gate", "namespace": "gates", "sectionName": "grpc"},
+            "hostnames": ["scorer.example"],
+        },
+    },
     "hpa": {"autoscaling": {"kind": "hpa", "max": 6}, "workload": "Deployment"},
     "keda and monitoring": {
         "autoscaling": {"kind": "keda", "prometheusAddress": "http://prometheus:9090"},

@@ -10,7 +10,13 @@ import yaml
 from helm_python.chart import lint
 from tests.deploy.chart import CHART, MATRIX, ROOT, Object, kinds, pods, render, servers, the
 
-CUSTOM = {"ScaledObject", "PodMonitor", "PrometheusRule"}  # their schemas are the operators'
+CUSTOM = {
+    "ScaledObject",
+    "PodMonitor",
+    "PrometheusRule",
+    "InferencePool",
+    "GRPCRoute",
+}  # their schemas are the operators'
 KUBERNETES = "1.33"
 
 each_row = pytest.mark.parametrize("row", MATRIX)

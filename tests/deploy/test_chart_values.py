@@ -11,8 +11,10 @@ import pytest
 from helm_python.chart import Chart
 from helm_python.errors import HelmError
 from tests.deploy.chart import CHART, MATRIX, Values, render, the
+from typer.testing import CliRunner
 
 from stemserve.service.access_config import TenantConfig
+from stemserve.service.cli import app
 from stemserve.service.config_sources import known_keys, read_settings, settings_text
 
 REFUSED: Mapping[str, tuple[Values, str]] = {
@@ -140,3 +142,13 @@ def objects_of(part: Any, path: str = "") -> list[tuple[str, Any]]:
     for name, below in part.get("properties", {}).items():
         found += objects_of(below, f"{path}.{name}" if path else name)
     return found + (objects_of(part["items"], path) if "items" in part else [])
+
+
+def test_helm_test_makes_calls_that_the_command_line_knows() -> None:
+    pod = the(render({}), "Pod", "x-stemserve-test")
+    calls = [part["args"] for part in pod["spec"]["containers"]]
+    assert [words[0] for words in calls] == ["generate", "score"]
+    for words in calls:
+        assert words[1] == "--server=x-stemserve.ns.svc:50051"
+        done = CliRunner().invoke(app, [*words[:1], "--server=127.0.0.1:1", *words[2:]])
+        assert done.exit_code == 1 and "127.0.0.1:1" in done.output, done.output

@@ -60,7 +60,8 @@ def test_locked_requirements_hold_every_dependency() -> None:
     assert names <= set(locked("cpu.txt"))
     assert names | {"flashinfer-python", "triton"} <= set(locked("cuda.txt"))
     assert not [name for name in locked("cpu.txt") if name.startswith(("nvidia", "cuda"))]
-    assert "setuptools" in locked("build.txt")
+    assert "setuptools" in locked("build.txt") and "cyclonedx-bom" in locked("sbom.txt")
+    assert "pip" in locked("cpu.txt") and "pip" in locked("cuda.txt")  # fetches the default model
 
 
 def test_a_wheel_is_built_from_what_the_image_copies(tmp_path: Path) -> None:

@@ -21,8 +21,8 @@
 {{- if or (not $v.tls.secretName) (not $v.tls.demandClientCertificate) -}}
 {{- fail "auth.mode mtls needs tls.secretName and tls.demandClientCertificate" -}}
 {{- end -}}
-{{- if eq $v.router.mode "envoy" -}}
-{{- fail "auth.mode mtls needs router.mode none: Envoy ends TLS, so the servers would see its certificate and not the callers'" -}}
+{{- if ne $v.router.mode "none" -}}
+{{- fail "auth.mode mtls needs router.mode none: Envoy or a gateway ends TLS, so the servers would see its certificate and not the callers'" -}}
 {{- end -}}
 {{- end -}}
 {{- if and $v.tls.demandClientCertificate (not $v.tls.secretName) -}}
@@ -39,6 +39,14 @@
 {{- end -}}
 {{- if and (eq $v.model.source "download") (not $v.model.download.files) -}}
 {{- fail "model.source download needs model.download.files" -}}
+{{- end -}}
+{{- if eq $v.router.mode "inferencePool" -}}
+{{- if not $v.inferencePool.endpointPicker.service -}}
+{{- fail "router.mode inferencePool needs inferencePool.endpointPicker.service" -}}
+{{- end -}}
+{{- if $v.tls.secretName -}}
+{{- fail "router.mode inferencePool needs servers without tls.secretName: the gateway ends TLS and speaks plain HTTP/2 to them" -}}
+{{- end -}}
 {{- end -}}
 {{- if gt ($v.autoscaling.min | int) ($v.autoscaling.max | int) -}}
 {{- fail "autoscaling.min is more than autoscaling.max" -}}

@@ -4,6 +4,9 @@
 metadata:
   labels:
     {{- include "stemserve.serverLabels" . | nindent 4 }}
+    {{- if eq $v.router.mode "inferencePool" }}
+    llm-d.ai/engine-type: stemserve
+    {{- end }}
     {{- with $v.podLabels }}{{ toYaml . | nindent 4 }}{{ end }}
   annotations:
     stemserve/config-hash: {{ include "stemserve.toml" . | sha256sum }}

@@ -91,6 +91,8 @@ def usage(message: inference_pb2.Usage) -> Usage:
         output_tokens=message.output_tokens,
         kv_read_bytes=message.kv_read_bytes,
         kv_avoided_bytes=message.kv_avoided_bytes,
+        drafted_tokens=message.drafted_tokens,
+        accepted_tokens=message.accepted_tokens,
     )
 
 

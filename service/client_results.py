@@ -20,6 +20,8 @@ class Usage:
     output_tokens: int
     kv_read_bytes: int
     kv_avoided_bytes: int
+    drafted_tokens: int = 0  # guessed ahead and verified
+    accepted_tokens: int = 0  # of those: guessed right
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

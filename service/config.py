@@ -19,7 +19,7 @@ from stemserve.service.access_config import (
 )
 from stemserve.service.config_error import ConfigError
 from stemserve.service.default_model import DEFAULT_MODEL
-from stemserve.service.limits import Limits
+from stemserve.service.limits import MOST_DRAFT_TOKENS, Limits
 from stemserve.service.tracing_config import TracingConfig
 
 LOAD_FORMATS = ("auto", "dummy")
@@ -227,6 +227,22 @@ class WorkerConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class SpeculationConfig:
+    __pydantic_config__: ClassVar[ConfigDict] = STRICT
+
+    draft_tokens: int = 0  # of Generate calls that do not say; 0: none
+    least_gain: float = 1.2  # in tokens a second, expected of drafts before they are verified
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.draft_tokens <= MOST_DRAFT_TOKENS:
+            raise ConfigError(
+                f"draft_tokens {self.draft_tokens} is not in 0 .. {MOST_DRAFT_TOKENS}"
+            )
+        if not 0 <= self.least_gain <= MOST_DRAFT_TOKENS:
+            raise ConfigError(f"least_gain {self.least_gain} is not in 0 .. {MOST_DRAFT_TOKENS}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ServiceConfig:
     __pydantic_config__: ClassVar[ConfigDict] = STRICT
 
@@ -235,6 +251,7 @@ class ServiceConfig:
     server: ServerConfig = field(default_factory=ServerConfig)
     worker: WorkerConfig = field(default_factory=WorkerConfig)
     limits: Limits = field(default_factory=Limits)
+    speculation: SpeculationConfig = field(default_factory=SpeculationConfig)
     tls: TlsConfig = field(default_factory=TlsConfig)
     auth: AuthConfig = field(default_factory=AuthConfig)
     tenants: Mapping[str, TenantConfig] = field(default_factory=dict[str, TenantConfig])

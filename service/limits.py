@@ -9,6 +9,7 @@ from stemserve.service.access_config import STRICT
 
 CPU_STEP_TOKENS = 512  # about a second of a small model
 GPU_STEP_TOKENS = 9_216  # 20 ms of a model of 0.6B on an H200, 130 ms of 4B
+MOST_DRAFT_TOKENS = 32  # of one draft
 MOST = (1 << 31) - 1  # what gRPC's options and Info's answer can hold
 
 

@@ -16,6 +16,7 @@ from prometheus_client import CollectorRegistry, ProcessCollector
 import stemserve
 from stemserve.service.batching.admission import TenantShare
 from stemserve.service.batching.batcher import Batcher, BatcherLimits
+from stemserve.service.batching.speculation import DraftPolicy
 from stemserve.service.calls.admin_servicer import AdminServicer
 from stemserve.service.calls.services import SERVICES, Services
 from stemserve.service.config import ServerConfig, ServiceConfig
@@ -79,6 +80,10 @@ class _Core:
             max_queued_tokens=config.limits.max_queued_tokens,
             max_queued_s=config.limits.max_queued_ms / 1e3,
             max_burst_s=config.worker.max_burst_ms / 1e3,
+            drafts=DraftPolicy(
+                default_tokens=config.speculation.draft_tokens,
+                least_gain=config.speculation.least_gain,
+            ),
             tenants={
                 name: TenantShare(
                     weight=tenant.weight,

@@ -118,6 +118,8 @@ class Metrics:
         self._prompt_tokens.labels("dedup_in_batch").inc(usage.shared_tokens)
         self._prompt_tokens.labels("hbm").inc(usage.cached_tokens)
         self._output_tokens.inc(usage.output_tokens)
+        self._draft_tokens.labels("accepted").inc(usage.accepted_tokens)
+        self._draft_tokens.labels("rejected").inc(usage.drafted_tokens - usage.accepted_tokens)
         self._lookup_tokens.inc(looked_up_tokens)
         self._hit_tokens.labels("hbm").inc(usage.cached_tokens)
         if looked_up_tokens:
@@ -230,6 +232,11 @@ class Metrics:
             cause=("pace", "reader"),
         )
         self._joined_by_pace, self._joined_behind = joined.labels("pace"), joined.labels("reader")
+        self._draft_tokens = make.counter(
+            "draft_tokens",
+            "Tokens guessed ahead and verified, of generations that are done",
+            outcome=("accepted", "rejected"),
+        )
         self._lookup_tokens = make.counter(
             "prefix_lookup_tokens", "Context and prompt tokens looked up in the prefix cache"
         )

@@ -130,6 +130,7 @@ class GenerateJob:
     prompt_logprobs: bool = False  # read the log-probabilities of the prompt's tokens too
     beams: BeamSpec | None = None  # search; None: draw samples
     trace: "CallTrace | None" = None  # is told what happens to the job
+    draft_tokens: int | None = None  # most that are guessed ahead; None: as the batcher has it
 
     @property
     def realm(self) -> Realm:
@@ -162,6 +163,8 @@ class JobUsage:
     output_tokens: int = 0
     kv_read_bytes: int = 0  # this job's share, by rows, of the steps that it took part in
     kv_avoided_bytes: int = 0
+    drafted_tokens: int = 0  # guessed ahead and verified
+    accepted_tokens: int = 0  # of those: guessed right
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -292,3 +295,4 @@ class Load:
     evicted_pages: int = 0  # to make room for others
     cleared_pages: int = 0  # because somebody asked
     suspensions: int = 0  # of generations, whose pages were taken
+    draft_steps: int = 0  # that verified drafts

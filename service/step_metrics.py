@@ -32,7 +32,7 @@ class StepMetrics:
     ) -> None:
         make = Instruments(registry)
         self._clock = clock
-        self._counted = (0, 0, 0)  # of the worker's counts
+        self._counted = (0, 0, 0, 0)  # of the worker's counts
         self._awaited_since: float | None = None  # None: nothing is to be done
         self._make_step_instruments(make)
         self._make_kernel_instruments(make)
@@ -71,13 +71,19 @@ class StepMetrics:
             self._awaited_since = self._clock()
 
     def _count_load(self, load: Load) -> None:
-        counts = (load.evicted_pages, load.cleared_pages, load.suspensions)
+        counts = (
+            load.evicted_pages,
+            load.cleared_pages,
+            load.suspensions,
+            load.draft_steps,
+        )
         if any(now < before for now, before in zip(counts, self._counted, strict=True)):
-            self._counted = (0, 0, 0)  # of a new worker
+            self._counted = (0, 0, 0, 0)  # of a new worker
         counters = (
             self._evictions.labels("hbm", "capacity"),
             self._evictions.labels("hbm", "cleared"),
             self._preemptions,
+            self._draft_steps,
         )
         for counter, now, before in zip(counters, counts, self._counted, strict=True):
             counter.inc(now - before)
@@ -160,6 +166,10 @@ class StepMetrics:
         )
         self._shortages = make.counter(
             "step_memory_shortages", "Times that a step, or a part of it, found no memory"
+        )
+        self._draft_steps = make.counter(
+            "draft_steps",
+            "Decode steps that verified drafts: not by a graph of decode steps, nor in a burst",
         )
         self._device_busy = make.counter(
             "device_busy_seconds", "A GPU's time in steps, from first work to last", phase=PHASES

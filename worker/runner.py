@@ -89,6 +89,7 @@ class ModelRunner:
         self._sampler.mask(step.masks)
         began = self._clock.begin() if self.uses_gpu else None
         ran = run(step)
+        self._sampler.end(step.samples)
         span = None if began is None else self._clock.end(began)
         return LaunchedStep(
             step=step, ran=ran, started=started, span=span, fallbacks=self._new_fallbacks()

@@ -70,6 +70,10 @@ class Sampler:
         if len(unknown):
             self._refuse_unknown(np.setdiff1d(unknown, [params.slot for params in step.samplers]))
         self._check_counts(step)
+        drafted = step.samples.drafted_slots
+        penalised = [params.slot for params in step.samplers if params.has_penalties]
+        if self._edits.penalties.any(drafted).any() or np.isin(drafted, penalised).any():
+            raise BadPlan("sample_slots: a slot with penalties is sampled at several rows")
         read = -1 - step.token_ids[step.token_ids < 0]
         if not self._has_token[read].all():
             slot = int(read[~self._has_token[read]][0])
@@ -120,6 +124,10 @@ class Sampler:
     def drew(self, slots: Int32) -> None:
         """The device put tokens into the slots."""
         self._has_token[slots] = True
+
+    def end(self, samples: Samples) -> None:
+        """All samples of a step are drawn: who was drawn several times has no last token."""
+        self._has_token[samples.drafted_slots] = False
 
     def take(
         self,

@@ -209,6 +209,8 @@ def _check_reads(step: Step, limits: StepLimits) -> None:
         masked = np.asarray([mask.slot for mask in step.masks], np.int64)
         if not np.isin(masked, step.samples.slots).all():
             raise BadPlan("masks: a slot is not sampled in this step")
+        if np.isin(masked, step.samples.drafted_slots).any():
+            raise BadPlan("masks: a slot is sampled at several rows")
 
 
 def _check_burst(step: Step, limits: StepLimits) -> None:
@@ -220,6 +222,8 @@ def _check_burst(step: Step, limits: StepLimits) -> None:
         raise BadPlan("masks: a burst has none")
     if not np.array_equal(step.samples.rows, np.arange(step.num_rows)):
         raise BadPlan("sample_rows: a burst samples every row once, in order")
+    if len(step.samples.drafted_slots):
+        raise BadPlan("sample_slots: a burst samples each slot at one row")
 
 
 def _decode_copies(blob: bytes, limits: StepLimits) -> Int32:

@@ -1,7 +1,7 @@
 """What a step reads of its rows: log-probabilities, class scores and draws."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 from stemserve.kernels.layout import Int32
 from stemserve.proto.v1 import worker_pb2
 from stemserve.worker.blobs import BadPlan, decode_int32
-from stemserve.worker.step_checks import StepLimits, check_range, check_unique
+from stemserve.worker.step_checks import StepLimits, check_range
 
 NONE = np.empty(0, np.int32)
 
@@ -30,6 +30,7 @@ class Samples:
     rows: Int32  # [samples]
     slots: Int32  # [samples]
     index: Int32  # [samples]
+    drafted_slots: Int32 = field(default_factory=lambda: NONE)  # that are sampled at several rows
 
     def of(self, some: NDArray[np.integer]) -> "Samples":
         return Samples(rows=self.rows[some], slots=self.slots[some], index=self.index[some])
@@ -76,6 +77,19 @@ def decode_samples(plan: worker_pb2.StepPlan, limits: StepLimits, rows: int) -> 
         raise BadPlan("sample_rows: the model has no LM head")
     check_range("sample_rows", samples.rows, 0, rows)
     check_range("sample_slots", samples.slots, 0, limits.sampler_slots)
-    check_unique("sample_slots", samples.slots)
     check_range("sample_index", samples.index, 0, np.iinfo(np.int32).max)
-    return samples
+    return replace(samples, drafted_slots=_drafted_slots(samples))
+
+
+def _drafted_slots(samples: Samples) -> Int32:
+    slots = samples.slots
+    if len(slots) < 2 or (slots[1:] > slots[:-1]).all():
+        return NONE
+    ordered = np.sort(slots)
+    again = ordered[1:] == ordered[:-1]
+    if not again.any():
+        return NONE
+    draws = np.sort(slots.astype(np.int64) << 32 | samples.index)
+    if (draws[1:] == draws[:-1]).any():
+        raise BadPlan("sample_slots: a slot is sampled twice with one sample_index")
+    return np.unique(ordered[1:][again])

@@ -357,6 +357,8 @@ class Usage(google.protobuf.message.Message):
     OUTPUT_TOKENS_FIELD_NUMBER: builtins.int
     KV_READ_BYTES_FIELD_NUMBER: builtins.int
     KV_AVOIDED_BYTES_FIELD_NUMBER: builtins.int
+    DRAFTED_TOKENS_FIELD_NUMBER: builtins.int
+    ACCEPTED_TOKENS_FIELD_NUMBER: builtins.int
     prompt_tokens: builtins.int
     """tokens that one-by-one requests would have sent: each item with its whole context"""
     cached_tokens: builtins.int
@@ -371,6 +373,10 @@ class Usage(google.protobuf.message.Message):
     """modelled HBM bytes of KV that the chosen kernels read for the steps of this call"""
     kv_avoided_bytes: builtins.int
     """what reading each request's KV on its own would have added"""
+    drafted_tokens: builtins.int
+    """guessed ahead and verified"""
+    accepted_tokens: builtins.int
+    """of those: guessed right"""
     def __init__(
         self,
         *,
@@ -381,8 +387,10 @@ class Usage(google.protobuf.message.Message):
         output_tokens: builtins.int = ...,
         kv_read_bytes: builtins.int = ...,
         kv_avoided_bytes: builtins.int = ...,
+        drafted_tokens: builtins.int = ...,
+        accepted_tokens: builtins.int = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["cached_tokens", b"cached_tokens", "computed_tokens", b"computed_tokens", "kv_avoided_bytes", b"kv_avoided_bytes", "kv_read_bytes", b"kv_read_bytes", "output_tokens", b"output_tokens", "prompt_tokens", b"prompt_tokens", "shared_tokens", b"shared_tokens"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["accepted_tokens", b"accepted_tokens", "cached_tokens", b"cached_tokens", "computed_tokens", b"computed_tokens", "drafted_tokens", b"drafted_tokens", "kv_avoided_bytes", b"kv_avoided_bytes", "kv_read_bytes", b"kv_read_bytes", "output_tokens", b"output_tokens", "prompt_tokens", b"prompt_tokens", "shared_tokens", b"shared_tokens"]) -> None: ...
 
 Global___Usage: typing_extensions.TypeAlias = Usage
 
@@ -753,6 +761,7 @@ class GenerateRequest(google.protobuf.message.Message):
     TRIE_ID_FIELD_NUMBER: builtins.int
     BEAM_SEARCH_FIELD_NUMBER: builtins.int
     STREAM_INTERVAL_FIELD_NUMBER: builtins.int
+    DRAFT_TOKENS_FIELD_NUMBER: builtins.int
     request_id: builtins.str
     n: builtins.int
     """samples; absent: 1"""
@@ -780,6 +789,11 @@ class GenerateRequest(google.protobuf.message.Message):
     stream_interval: builtins.int
     """Tokens of a sample that make a message; 1: one a step. Absent or 0: one a step too, but under load a message waits up to
     max_stream_delay_ms for more tokens. The first and the last ones of a sample never wait.
+    """
+    draft_tokens: builtins.int
+    """Guess up to so many tokens ahead, at most 32, from what the prompt and the output repeat, and verify them in one
+    step: the same tokens, sooner. Only while that pays; never with beams, penalties or a constraint. 0: none; absent:
+    as the server is set up.
     """
     @property
     def prompt(self) -> Global___Context:
@@ -838,9 +852,12 @@ class GenerateRequest(google.protobuf.message.Message):
         trie_id: builtins.str = ...,
         beam_search: Global___BeamSearch | None = ...,
         stream_interval: builtins.int = ...,
+        draft_tokens: builtins.int | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["_max_new_tokens", b"_max_new_tokens", "_n", b"_n", "beam_search", b"beam_search", "chat", b"chat", "choice", b"choice", "constraint", b"constraint", "grammar", b"grammar", "json_schema", b"json_schema", "max_new_tokens", b"max_new_tokens", "n", b"n", "prompt", b"prompt", "regex", b"regex", "sampling", b"sampling", "token_sequences", b"token_sequences", "trie_id", b"trie_id"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_max_new_tokens", b"_max_new_tokens", "_n", b"_n", "beam_search", b"beam_search", "chat", b"chat", "choice", b"choice", "constraint", b"constraint", "grammar", b"grammar", "ignore_eos", b"ignore_eos", "json_schema", b"json_schema", "kernel", b"kernel", "logprob_token_ids", b"logprob_token_ids", "logprobs", b"logprobs", "max_new_tokens", b"max_new_tokens", "min_new_tokens", b"min_new_tokens", "n", b"n", "priority", b"priority", "prompt", b"prompt", "prompt_logprobs", b"prompt_logprobs", "regex", b"regex", "request_id", b"request_id", "sampling", b"sampling", "stop", b"stop", "stop_token_ids", b"stop_token_ids", "stream_interval", b"stream_interval", "token_sequences", b"token_sequences", "top_logprobs", b"top_logprobs", "trie_id", b"trie_id"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["_draft_tokens", b"_draft_tokens", "_max_new_tokens", b"_max_new_tokens", "_n", b"_n", "beam_search", b"beam_search", "chat", b"chat", "choice", b"choice", "constraint", b"constraint", "draft_tokens", b"draft_tokens", "grammar", b"grammar", "json_schema", b"json_schema", "max_new_tokens", b"max_new_tokens", "n", b"n", "prompt", b"prompt", "regex", b"regex", "sampling", b"sampling", "token_sequences", b"token_sequences", "trie_id", b"trie_id"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_draft_tokens", b"_draft_tokens", "_max_new_tokens", b"_max_new_tokens", "_n", b"_n", "beam_search", b"beam_search", "chat", b"chat", "choice", b"choice", "constraint", b"constraint", "draft_tokens", b"draft_tokens", "grammar", b"grammar", "ignore_eos", b"ignore_eos", "json_schema", b"json_schema", "kernel", b"kernel", "logprob_token_ids", b"logprob_token_ids", "logprobs", b"logprobs", "max_new_tokens", b"max_new_tokens", "min_new_tokens", b"min_new_tokens", "n", b"n", "priority", b"priority", "prompt", b"prompt", "prompt_logprobs", b"prompt_logprobs", "regex", b"regex", "request_id", b"request_id", "sampling", b"sampling", "stop", b"stop", "stop_token_ids", b"stop_token_ids", "stream_interval", b"stream_interval", "token_sequences", b"token_sequences", "top_logprobs", b"top_logprobs", "trie_id", b"trie_id"]) -> None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_draft_tokens", b"_draft_tokens"]) -> typing.Literal["draft_tokens"] | None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_max_new_tokens", b"_max_new_tokens"]) -> typing.Literal["max_new_tokens"] | None: ...
     @typing.overload

@@ -222,7 +222,9 @@ class StepPlan(google.protobuf.message.Message):
     sample_rows: builtins.bytes
     """[samples] row that each sample is drawn from; several samples may share one"""
     sample_slots: builtins.bytes
-    """[samples] where the sampled token is kept"""
+    """[samples] where the sampled token is kept. A slot may be sampled at several rows, with another sample_index at each,
+    but in a burst, under penalties or a mask: to verify a draft. No later row may then ask for the slot's token.
+    """
     sample_index: builtins.bytes
     """[samples] how many tokens the slot's request generated before"""
     repeat: builtins.int

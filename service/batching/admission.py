@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from stemserve.service.batching.job_progress import Ticket
+from stemserve.service.batching.speculation import DraftPolicy
 from stemserve.service.batching.step_speed import StepSpeed
 from stemserve.service.batching.token_bucket import TokenBucket
 from stemserve.service.errors import DeadlinePassed, NeverFits, QueueFull, QuotaExceeded
@@ -36,6 +37,7 @@ class BatcherLimits:
     max_queued_s: float = 600.0  # that all accepted work may take
     max_burst_s: float = 0.02  # that decode steps which go to the worker at once may take
     tenants: Mapping[str, TenantShare] = field(default_factory=dict[str, TenantShare])
+    drafts: DraftPolicy = field(default_factory=DraftPolicy)
 
     def __post_init__(self) -> None:
         if min(self.max_step_tokens, self.max_queued_requests, self.max_queued_tokens) < 1:

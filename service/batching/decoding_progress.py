@@ -15,6 +15,16 @@ class DecodingProgress(JobProgress):
         self.num_live = 0  # sequences that have not ended
 
     @property
+    def draft_tokens(self) -> int:
+        """That its drafts of a step may have; 0: it has no drafts."""
+        return 0
+
+    @property
+    def expected_tokens(self) -> float:
+        """Of such drafts, the tokens that will likely come."""
+        return 0.0
+
+    @property
     @abstractmethod
     def may_burst(self) -> bool:
         """Its next rows can run before the tokens of the last are known here."""
@@ -32,3 +42,8 @@ class DecodingProgress(JobProgress):
     def plan_decodes(self, step: StepBuilder, limit: int) -> bool:
         """Add decode rows while the step has fewer rows than `limit`. False: there is no page for
         one now."""
+
+    def plan_drafts(self, step: StepBuilder, limit: int) -> bool:
+        """Add rows that verify drafts, behind the decode rows of all. False: there is no page for
+        one now."""
+        return True

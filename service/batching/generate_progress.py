@@ -4,11 +4,11 @@ from stemserve.service.batching.decoding_progress import DecodingProgress
 from stemserve.service.batching.guide import Guide
 from stemserve.service.batching.job_progress import Ticket
 from stemserve.service.batching.kv_cache import KvCache
-from stemserve.service.batching.prefix_forest import StoredChain
 from stemserve.service.batching.prefix_tree import PageNode
 from stemserve.service.batching.prompt_reads import PromptReads
-from stemserve.service.batching.sample import Draw, Sample, sampler_message
+from stemserve.service.batching.sample import Draw, Sample
 from stemserve.service.batching.sample_pages import Room, SamplePages
+from stemserve.service.batching.sample_rows import SampleRows, job_drafter
 from stemserve.service.batching.sampler_slots import SamplerSlots
 from stemserve.service.batching.sequence import Chain, pages_for
 from stemserve.service.batching.step_builder import StepBuilder
@@ -40,10 +40,11 @@ class GenerateProgress(DecodingProgress):
         self._slots = slots
         self._prompt_is_planned = False  # computed, and its last row read, by issued steps
         self._samples = [
-            Sample(index=i, spec=spec, guide=job_guide(job, spec))
+            Sample(index=i, spec=spec, guide=job_guide(job, spec), drafter=job_drafter(job, spec))
             for i, spec in enumerate(job.samplers)
         ]
         self._pages = SamplePages(job, self._samples, cache)
+        self._rows = SampleRows(job, self._samples, self._pages)
         self._draws: dict[int, list[Draw]] = {}  # by step
         self._counted_tokens = 0  # of the prompt: leading tokens that usage has counted
         self._computed_rows = 0
@@ -76,6 +77,14 @@ class GenerateProgress(DecodingProgress):
         """Not under a constraint: what it may draw depends on the token before."""
         return self._job.constraint is None
 
+    @property
+    def draft_tokens(self) -> int:
+        return self._rows.draft_tokens
+
+    @property
+    def expected_tokens(self) -> float:
+        return self._rows.expected_tokens
+
     def missing_pages(self, steps: int) -> int:
         """Pages that its samples lack for so many rows more, or as many as they have left."""
         return sum(
@@ -96,6 +105,8 @@ class GenerateProgress(DecodingProgress):
             drawn, start = len(sample.tokens) + sample.pending, sample.stored
             if not sample.is_ready(self._job, drawn):
                 continue
+            if step.verifies and self._rows.holds(sample):
+                continue
             if rows.num_rows >= limit:
                 break
             end = start + min(step.max_steps, most - drawn)
@@ -108,11 +119,17 @@ class GenerateProgress(DecodingProgress):
                     break
             token = -1 - sample.slot if sample.pending else sample.tokens[-1]
             row = rows.add_decode(token, start, end, branch, self._job.kernel)
-            draws.append(self._draw(sample, row, step, end - start))
+            draws.append(self._rows.draw(sample, row, step, end - start))
             sample.stored = end
         if draws:
             self._draws[step.step_id] = draws
         return room is not Room.NONE
+
+    def plan_drafts(self, step: StepBuilder, limit: int) -> bool:
+        draws, found = self._rows.plan_drafts(step, limit)
+        for draw in draws:
+            self._note(draw, step)
+        return found
 
     def plan(self, step: StepBuilder) -> None:
         self.lacks_pages = False
@@ -126,8 +143,12 @@ class GenerateProgress(DecodingProgress):
         if not self._prompt_is_planned:
             return
         for sample in filter(self._lacks_rows, self._samples):
-            if step.room and not self._plan_lost_rows(sample, step):
-                self.lacks_pages = True
+            if not step.room:
+                break
+            draw, found = self._rows.plan_lost(sample, step)
+            if draw is not None:
+                self._note(draw, step)
+            self.lacks_pages = self.lacks_pages or not found
 
     def deliver(self, outputs: StepOutputs) -> list[Event]:
         news: list[SampleTokens] = []
@@ -141,6 +162,7 @@ class GenerateProgress(DecodingProgress):
             if not sample.has_ended:
                 taken = sample.take(draw, outputs.drawn, self._job)
                 count = len(taken.token_ids)
+                self._rows.note(draw, taken.token_ids)
                 if count:
                     news.append(taken)
                     self.output_tokens += count
@@ -148,7 +170,7 @@ class GenerateProgress(DecodingProgress):
                     failure = JobFailed(request_id=self.request_id, error=sample.guide.fault)
                 elif sample.has_ended:
                     self.num_live -= 1
-                elif count < draw.steps:
+                elif draw.lacks(taken.token_ids):
                     failure = self._failure(sample, draw.node)
             if sample.has_ended:
                 self._settle(sample)
@@ -175,6 +197,8 @@ class GenerateProgress(DecodingProgress):
             output_tokens=self.output_tokens,
             kv_read_bytes=self.kv_read_bytes,
             kv_avoided_bytes=self.kv_avoided_bytes,
+            drafted_tokens=self._rows.drafted_tokens,
+            accepted_tokens=self._rows.accepted_tokens,
         )
         logprobs = self._reads.logprobs if self._reads else None
         return GenerateChunk(self.request_id, (), usage, self.timing(now), logprobs)
@@ -236,7 +260,7 @@ class GenerateProgress(DecodingProgress):
         if chunk.stop == chain.length:
             self._prompt_is_planned = True
             for sample in draws:
-                self._note(self._draw(sample, chunk.last_row, step, 1, chain.nodes[-1]), step)
+                self._note(self._rows.draw(sample, chunk.last_row, step, 1, chain.nodes[-1]), step)
             for sample in live:
                 sample.stored = chain.length
 
@@ -251,35 +275,6 @@ class GenerateProgress(DecodingProgress):
 
     def _lacks_rows(self, sample: Sample) -> bool:
         return sample.lacks_rows(self._job)
-
-    def _plan_lost_rows(self, sample: Sample, step: StepBuilder) -> bool:
-        """Run some of them again. False: no pages for them now."""
-        branch = self._pages.branch(sample)
-        tokens = sample.sequence(self._job.prompt)
-        start = sample.stored
-        stop = min(len(tokens), start + step.room)
-        room = self._pages.make_room(branch, stop, step)
-        if room is not Room.FOUND:
-            return room is Room.LATER
-        slots = branch.slots(start, stop)
-        stored = StoredChain(branch.table, stop)
-        row = step.rows.add_prefill(tokens[start:stop], slots, stored, self._job.kernel)
-        sample.stored = stop
-        if stop == len(tokens):
-            self._note(self._draw(sample, row + stop - start - 1, step, 1), step)
-        return True
-
-    def _draw(
-        self, sample: Sample, row: int, step: StepBuilder, steps: int, node: PageNode | None = None
-    ) -> Draw:
-        if not sample.is_announced:
-            step.readouts.add_sampler(sampler_message(sample, self._job))
-            sample.is_announced = True
-        at = step.readouts.add_sample(row, sample.slot, len(sample.tokens) + sample.pending)
-        if sample.guide is not None:
-            step.readouts.add_mask(sample.slot, sample.guide.mask)
-        sample.pending += steps
-        return Draw(sample, at, steps, node)
 
     def _note(self, draw: Draw, step: StepBuilder) -> None:
         self._draws.setdefault(step.step_id, []).append(draw)

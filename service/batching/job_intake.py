@@ -1,6 +1,7 @@
 """Take a job in: check what it needs, and set its progress up."""
 
 from collections.abc import Callable
+from dataclasses import replace
 
 from stemserve.service.batching.admission import Admission, Backlog, BatcherLimits, Demand
 from stemserve.service.batching.beam_progress import BeamProgress, beam_pages
@@ -30,6 +31,7 @@ class JobIntake:
         vocab_size: int,
     ) -> None:
         self._max_item_rows = limits.max_item_rows
+        self._draft_tokens = limits.drafts.default_tokens
         self._cache = cache
         self._slots = slots
         self._admission = admission
@@ -51,6 +53,8 @@ class JobIntake:
             job, pages=generate_pages(job, self._cache.page_size), samples=len(job.samplers)
         )
         ticket = self._admit(job, demand, arrival, now)
+        if job.draft_tokens is None:
+            job = replace(job, draft_tokens=self._draft_tokens)
         return GenerateProgress(job, ticket, cache=self._cache, slots=self._slots)
 
     def _take_beams(

@@ -3,6 +3,7 @@
 from stemserve.service.batching.job_table import JobTable
 from stemserve.service.batching.kv_cache import KvCache
 from stemserve.service.batching.pins import Pins
+from stemserve.service.batching.step_planner import StepPlanner
 from stemserve.service.request import Load
 
 
@@ -12,7 +13,7 @@ def load_of(
     pins: Pins,
     *,
     steps_in_flight: int,
-    suspensions: int,
+    planner: StepPlanner,
     now: float,
 ) -> Load:
     oldest = jobs.waiting.oldest
@@ -30,5 +31,6 @@ def load_of(
         steps_in_flight=steps_in_flight,
         evicted_pages=cache.evicted_pages,
         cleared_pages=cache.cleared_pages,
-        suspensions=suspensions,
+        suspensions=planner.suspensions,
+        draft_steps=planner.draft_steps,
     )

@@ -1,5 +1,6 @@
 """A step's result as arrays, checked against what the step asked for."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -48,6 +49,16 @@ class Drawn:
             return steps
         draws = range(sample, sample + steps * len(self.tokens), len(self.tokens))
         return next((n for n, at in enumerate(draws) if at in self._failed), steps)
+
+    def verified(self, first: int, draft: Sequence[int]) -> tuple[list[int], list[float]]:
+        """Tokens and log-probabilities of samples one behind the other, each drawn behind one token
+        more of the draft: up to the first that is not in the draft, or could not be drawn."""
+        ids: list[int] = []
+        for at in range(first, first + len(draft) + 1):
+            if at in self._failed or (ids and ids[-1] != draft[len(ids) - 1]):
+                break
+            ids.append(self.tokens[at][0])
+        return ids, [self.logprobs[at][0] for at in range(first, first + len(ids))]
 
     def top_arrays(self, samples: Int32, counts: Int32, most: int) -> tuple[Int32, Float32]:
         """[samples, most] ids and log-probabilities of samples that read counts[i] each; no burst.

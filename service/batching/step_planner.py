@@ -14,6 +14,7 @@ from stemserve.service.batching.job_progress import JobProgress
 from stemserve.service.batching.job_table import JobTable
 from stemserve.service.batching.kv_cache import KvCache
 from stemserve.service.batching.sequence import pages_for
+from stemserve.service.batching.speculation import Speculation, Stage
 from stemserve.service.batching.step_builder import IssuedStep, StepBuilder
 
 # Biases and bans of a step; those of the last job in it may come on top.
@@ -28,9 +29,14 @@ class StepPlanner:
         self._limits = limits
         self._cache = cache
         self._burst = burst
+        self._speculation = Speculation(limits.drafts)
         self.suspensions = 0  # of generations
         self._waiting_is_stuck = False  # the last step had room, but no pages or slots
         self._passed_over: set[int] = set()  # generations that found no room in the last step
+
+    @property
+    def draft_steps(self) -> int:
+        return self._speculation.steps
 
     @property
     def may_find_rows(self) -> bool:
@@ -40,8 +46,15 @@ class StepPlanner:
         )
 
     def plan(self, step: StepBuilder) -> None:
-        step.max_steps = self._burst_steps()
-        self._plan_decodes(step)
+        decoding = [job for job in self._generations() if job.is_decoding]
+        nobody_waits = not self._others_wait()
+        stage = self._speculation.stage(decoding, nobody_waits=nobody_waits)
+        if stage is Stage.WAIT:
+            return
+        step.verifies = stage is Stage.VERIFY
+        if nobody_waits and not step.verifies:
+            step.max_steps = self._burst_steps(decoding)
+        self._plan_decodes(step, decoding, nobody_waits=nobody_waits)
         if step.rows.repeat > 1:
             self._waiting_is_stuck = False  # who waits is looked at before the next burst
             return
@@ -94,6 +107,7 @@ class StepPlanner:
 
     def learn(self, issued: IssuedStep, seconds: float, now: float) -> None:
         """How long an answered step took."""
+        self._speculation.learn(issued, seconds, now)
         if issued.decode_rows == issued.num_rows:
             self._burst.observe(issued.num_rows, issued.repeat, seconds, now)
         else:
@@ -130,12 +144,15 @@ class StepPlanner:
             step.pages_blocked = True
             self._make_room(job)
 
-    def _plan_decodes(self, step: StepBuilder) -> None:
+    def _plan_decodes(
+        self, step: StepBuilder, decoding: Sequence[DecodingProgress], *, nobody_waits: bool
+    ) -> None:
         limit = step.max_rows
-        if self._others_wait():
+        if not nobody_waits:
             limit = min(limit, self._limits.max_decode_rows, max(1, limit // 4))
         passed_over: set[int] = set()
-        for job in self._decode_order():
+        order = self._decode_order(decoding)
+        for job in order:
             if step.rows.num_rows >= limit:
                 passed_over.add(job.arrival)
                 continue
@@ -146,12 +163,23 @@ class StepPlanner:
                 self._make_room(job)
             share.decode_rows += step.rows.num_rows - rows
         self._passed_over = passed_over
+        if step.verifies:
+            self._plan_drafts(step, [job for job in order if job.arrival not in passed_over])
 
-    def _burst_steps(self) -> int:
-        """As many as nobody minds, and as there are pages for."""
-        if not self._burst.is_possible or self._others_wait():
+    def _plan_drafts(self, step: StepBuilder, decoding: Sequence[DecodingProgress]) -> None:
+        for job in decoding:
+            share = step.begin(job.arrival)
+            rows = step.rows.num_rows
+            if not job.plan_drafts(step, step.max_rows):
+                step.pages_blocked = True
+                self._make_room(job)
+            # Their attention is that of prefill.
+            share.prefill_rows += step.rows.num_rows - rows
+
+    def _burst_steps(self, decoding: Sequence[DecodingProgress]) -> int:
+        """As many as there are pages for."""
+        if not self._burst.is_possible:
             return 1
-        decoding = [job for job in self._generations() if job.is_decoding]
         if not all(job.may_burst for job in decoding):
             return 1
         rows = sum(job.num_live for job in decoding)
@@ -166,9 +194,8 @@ class StepPlanner:
             sum(job.missing_pages(steps) for job in decoding) <= room
         )
 
-    def _decode_order(self) -> list[DecodingProgress]:
+    def _decode_order(self, decoding: Sequence[DecodingProgress]) -> Sequence[DecodingProgress]:
         """Of one priority, those that the last step passed over go first."""
-        decoding = [job for job in self._generations() if job.is_decoding]
         if not self._passed_over:
             return decoding
         return sorted(

@@ -16,7 +16,7 @@ from stemserve.service.calls.validation import (
 )
 from stemserve.service.calls.wire_tokens import TOKEN_BYTES
 from stemserve.service.errors import InvalidRequest
-from stemserve.service.limits import Limits
+from stemserve.service.limits import MOST_DRAFT_TOKENS, Limits
 from stemserve.service.request import WorkerFacts
 
 TOKEN_ANSWER_BYTES = 64  # of a new token in an answer, its text included
@@ -55,7 +55,8 @@ def _check_samples(
     check_count("n", sample_count(request), "max_n", min(limits.max_n, facts.sampler_slots))
     asked_bytes = len(request.logprob_token_ids) * ASKED_BYTES
     token_bytes = TOKEN_ANSWER_BYTES + request.top_logprobs * TOP_BYTES + asked_bytes
-    most_tokens = facts.max_burst_steps + max(0, request.stream_interval - 1)  # of a sample
+    in_a_step = max(facts.max_burst_steps, 1 + request.draft_tokens)
+    most_tokens = in_a_step + max(0, request.stream_interval - 1)  # of a sample
     step_bytes = sample_count(request) * token_bytes * most_tokens
     if request.prompt_logprobs:
         step_bytes += min(limits.max_request_tokens, facts.context_tokens) * ASKED_BYTES
@@ -81,6 +82,8 @@ def _check_counts(
             "min_new_tokens",
             f"{request.min_new_tokens} is more than max_new_tokens ({new_tokens(request)})",
         )
+    drafted = request.draft_tokens
+    check_count("draft_tokens", drafted, "the most that are guessed ahead", MOST_DRAFT_TOKENS)
     limit = min(limits.max_top_logprobs, facts.vocab_size)
     check_count("top_logprobs", request.top_logprobs, "max_top_logprobs", limit)
     asked = len(request.logprob_token_ids)

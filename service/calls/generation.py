@@ -86,6 +86,7 @@ class GenerateEncoder:
             constraint=constraint,
             prompt_logprobs=request.prompt_logprobs,
             beams=beams,
+            draft_tokens=request.draft_tokens if request.HasField("draft_tokens") else None,
         )
 
     async def _context(

@@ -77,6 +77,8 @@ def usage_message(usage: JobUsage) -> inference_pb2.Usage:
         output_tokens=usage.output_tokens,
         kv_read_bytes=usage.kv_read_bytes,
         kv_avoided_bytes=usage.kv_avoided_bytes,
+        drafted_tokens=usage.drafted_tokens,
+        accepted_tokens=usage.accepted_tokens,
     )
 
 

@@ -124,6 +124,14 @@ LogprobToken = Annotated[
 PromptLogprobs = Annotated[
     bool, typer.Option("--prompt-logprobs", help="Also the log-probability of the prompt's tokens.")
 ]
+DraftTokens = Annotated[
+    int | None,
+    typer.Option(
+        metavar="N",
+        parser=whole_uint32,
+        help="Guess up to N tokens ahead from what repeats, and verify them; without: as served.",
+    ),
+]
 Beams = Annotated[
     int,
     typer.Option(
@@ -174,6 +182,7 @@ def generate(
     length_penalty: LengthPenalty = None,
     early_stopping: EarlyStopping = None,
     stream_interval: StreamInterval = 0,
+    draft_tokens: DraftTokens = None,
     priority: Priority = 0,
     kernel: Kernel = None,
     server: Server = SERVER,
@@ -227,6 +236,7 @@ def generate(
         priority=priority,
         kernel=kernel_value(kernel),
         beam_search=beam_search(beams, length_penalty, early_stopping),
+        draft_tokens=draft_tokens,
     )
     _constrain(request, choice or (), regex, json_schema, grammar, trie)
     call(server, lambda channel: _generate(channel, request, timeout, as_json))

@@ -63,6 +63,7 @@ KEYS: Mapping[str, str] = {  # of the configuration, by the parameter of `serve`
     "cuda_graphs": "worker.cuda_graphs",
     "kernel_probe_rate": "worker.kernel_probe_rate",
     "cost_table": "worker.cost_table",
+    "draft_tokens": "speculation.draft_tokens",
     "max_step_tokens": "limits.max_step_tokens",
     "max_queued_requests": "limits.max_queued_requests",
     "max_queued_tokens": "limits.max_queued_tokens",
@@ -205,6 +206,13 @@ def serve(
     cost_table: Annotated[
         Path | None, _worker("Costs of attention that stemserve calibrate measured.")
     ] = None,
+    draft_tokens: Annotated[
+        int,
+        _server(
+            "Tokens that Generate guesses ahead from what repeats, and verifies, where a call "
+            "does not say; 8 is a good number, 0: none."
+        ),
+    ] = 0,
     max_step_tokens: Annotated[
         int, _limit("Rows of one step; longer prompts take several.")
     ] = _DEFAULTS.limits.max_step_tokens,

@@ -12,6 +12,8 @@ def usage_line(usage: inference_pb2.Usage, timing: inference_pb2.Timing) -> str:
     ]
     if usage.output_tokens:
         parts.append(f"{usage.output_tokens} generated")
+    if usage.drafted_tokens:
+        parts.append(f"{usage.accepted_tokens} of {usage.drafted_tokens} drafted tokens accepted")
     parts.append(f"{timing.total_seconds * 1e3:.1f} ms")
     parts.append(
         f"KV {readable_bytes(usage.kv_read_bytes)} read, "

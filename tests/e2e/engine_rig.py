@@ -12,6 +12,8 @@ from tests.e2e.in_process_engine import InProcessEngine, InProcessWorker
 
 from stemserve.proto.v1 import inference_pb2, worker_pb2
 from stemserve.service.batching.batcher import Batcher, BatcherLimits
+from stemserve.service.batching.explain_plan import ExplainedPlan
+from stemserve.service.batching.speculation import DraftPolicy
 from stemserve.service.caller import ANYONE
 from stemserve.service.calls.context_encoder import ContextEncoder
 from stemserve.service.calls.generate_runner import GenerateRunner
@@ -76,12 +78,17 @@ class EngineRig:
     """Takes the messages that clients send, gives the answers that they get."""
 
     def __init__(
-        self, worker: InProcessWorker, tokenizer: Tokenizer, *, max_step_tokens: int = 512
+        self,
+        worker: InProcessWorker,
+        tokenizer: Tokenizer,
+        *,
+        max_step_tokens: int = 512,
+        drafts: DraftPolicy | None = None,
     ) -> None:
         facts, limits = worker.facts, Limits(max_step_tokens=max_step_tokens)
         self.registry = CollectorRegistry()
         metrics = Metrics(self.registry)
-        bounds = BatcherLimits(max_step_tokens=max_step_tokens)
+        bounds = BatcherLimits(max_step_tokens=max_step_tokens, drafts=drafts or DraftPolicy())
         self.batcher = Batcher(facts, bounds, clock=time.monotonic)
         self.engine = InProcessEngine(worker, self.batcher, metrics)
         self._executor = ThreadPoolExecutor(1)

@@ -10,6 +10,7 @@ from tests.service.toy_model import VOCAB
 from stemserve.proto.v1 import worker_pb2
 from stemserve.service.batching.admission import TenantShare
 from stemserve.service.batching.batcher import Batcher, BatcherLimits
+from stemserve.service.batching.speculation import DraftPolicy
 from stemserve.service.request import (
     Event,
     GenerateChunk,
@@ -124,6 +125,7 @@ def make_rig(
     max_queued_s: float = 600.0,
     burst: int = 1,
     max_burst_s: float = 10.0,
+    drafts: DraftPolicy | None = None,
 ) -> Rig:
     facts = WorkerFacts(
         model="toy",
@@ -152,6 +154,7 @@ def make_rig(
         max_queued_s=max_queued_s,
         max_burst_s=max_burst_s,
         tenants=tenants or {},
+        drafts=drafts or DraftPolicy(),
     )
     rig: Rig
 

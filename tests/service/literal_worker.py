@@ -87,6 +87,7 @@ class LiteralWorker:
         self._tokens = [-1] * (kv_pages * PAGE)
         self._sampled: dict[int, int] = {}
         self._samplers: dict[int, SamplerSpec] = {}
+        self._drafted: set[int] = set()  # slots that hold no token, though they were sampled
         self._checks = True
 
     def run(self, plan: worker_pb2.StepPlan) -> worker_pb2.StepResult:
@@ -120,6 +121,7 @@ class LiteralWorker:
 
     def _run_rows(self, arrays: StepArrays) -> list[int]:
         """The state of each row."""
+        assert self._drafted.isdisjoint(-1 - token for token in arrays.token_ids)
         inputs = [
             self._sampled.get(-1 - token, 0) if token < 0 else token for token in arrays.token_ids
         ]
@@ -208,7 +210,8 @@ class LiteralWorker:
             )
         slots: list[int] = unpack_int32(plan.sample_slots).tolist()
         index: list[int] = unpack_int32(plan.sample_index).tolist()
-        assert len(set(slots)) == len(slots) == len(index) == len(states)
+        assert len(set(zip(slots, index, strict=True))) == len(slots) == len(states)
+        assert plan.repeat <= 1 or len(set(slots)) == len(slots)
         masks = {mask.slot: mask.allowed for mask in plan.masks}
         drawn = [
             draw(state, self._samplers[slot], at, masks.get(slot))
@@ -217,4 +220,10 @@ class LiteralWorker:
             for state, slot, at in zip(states, slots, index, strict=True)
         ]
         self._sampled.update(zip(slots, drawn, strict=True))
+        for slot in slots:  # of a draft it is not known which of its tokens counts
+            if slots.count(slot) > 1:
+                self._sampled.pop(slot, None)
+                self._drafted.add(slot)
+            else:
+                self._drafted.discard(slot)
         return drawn

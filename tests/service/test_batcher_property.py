@@ -11,6 +11,7 @@ from tests.service.toy_jobs import assert_right, generate_job, label_job, likeli
 from tests.service.toy_model import VOCAB
 
 from stemserve.service.batching.sample_pages import generate_pages
+from stemserve.service.batching.speculation import DraftPolicy
 from stemserve.service.errors import EngineFault, NeverFits
 from stemserve.service.request import GenerateJob, Job
 
@@ -26,6 +27,7 @@ class Setting:
     cancels: bool
     faults: bool
     burst: int
+    draft_tokens: int = 0
 
 
 SETTINGS = st.builds(
@@ -39,6 +41,7 @@ SETTINGS = st.builds(
     cancels=st.booleans(),
     faults=st.booleans(),
     burst=st.sampled_from([1, 2, 4, 8]),
+    draft_tokens=st.sampled_from([0, 0, 1, 4, 8]),
 )
 
 
@@ -148,6 +151,7 @@ def test_any_company_gives_the_answers_of_one_by_one_evaluation(setting: Setting
         slots=setting.slots,
         in_flight=setting.steps_in_flight,
         burst=setting.burst,
+        drafts=DraftPolicy(default_tokens=setting.draft_tokens, least_gain=0),
     )
     forest = Forest(setting.seed, setting.pages)
     jobs = [forest.job(number) for number in range(setting.jobs)]
@@ -194,6 +198,7 @@ def test_generations_that_outgrow_the_pool_end_as_if_they_were_alone(
         budget=setting.budget,
         in_flight=setting.steps_in_flight,
         burst=setting.burst,
+        drafts=DraftPolicy(default_tokens=setting.draft_tokens, least_gain=0),
     )
     dropped = run(rig, forest, jobs, cancels=setting.cancels, faults=setting.faults)
     check(rig, jobs, dropped, faults=setting.faults)

@@ -99,6 +99,10 @@ def append(name: str, raw: bytes) -> Callable[[worker_pb2.StepPlan], None]:
     return lambda plan: setattr(plan, name, getattr(plan, name) + raw)
 
 
+def sample_twice(plan: worker_pb2.StepPlan) -> None:
+    plan.sample_slots, plan.sample_index = blob([1, 1]), blob([3, 3])
+
+
 V = LIMITS.vocab_size
 BAD_PLANS: list[tuple[str, Callable[[worker_pb2.StepPlan], None]]] = [
     ("token_ids has 25 bytes", append("token_ids", b"x")),
@@ -152,7 +156,7 @@ BAD_PLANS: list[tuple[str, Callable[[worker_pb2.StepPlan], None]]] = [
     ("classify_rows must be", set_blob("classify_rows", [-1])),
     ("sample_rows must be", set_blob("sample_rows", [2, 6])),
     ("sample_slots must be", set_blob("sample_slots", [1, 4])),
-    ("sample_slots must differ", set_blob("sample_slots", [1, 1])),
+    ("sampled twice with one", sample_twice),
     ("2 sample_rows, 1 sample_slots", set_blob("sample_slots", [1])),
     ("sample_index must be", set_blob("sample_index", [0, -1])),
     ("the worker has 4 slots", set_sampler(slot=4)),

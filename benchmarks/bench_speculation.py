@@ -5,9 +5,9 @@
 One server, one call at a time, with and without drafts in turn. `wall` is the time from the first
 message to the last over the tokens between, at the client; `cpu` is what the server and its worker
 took of a processor for the whole call, over its tokens: it counts the prompt too, which is cached,
-and depends less on what else runs on the machine. Speeds are ratios of medians. Greedy texts must be
-the same with and without drafts, or no speed is reported; of the sampled ones it is counted how many
-are, since a random number may lie where rounding decides (docs/api.md).
+and depends less on what else runs on the machine. Speeds are ratios of medians. Greedy texts must
+be the same with and without drafts, or no speed is reported; of the sampled ones it is counted how
+many are, since a random number may lie where rounding decides (docs/api.md).
 """
 
 import argparse

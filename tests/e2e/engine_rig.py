@@ -12,7 +12,6 @@ from tests.e2e.in_process_engine import InProcessEngine, InProcessWorker
 
 from stemserve.proto.v1 import inference_pb2, worker_pb2
 from stemserve.service.batching.batcher import Batcher, BatcherLimits
-from stemserve.service.batching.explain_plan import ExplainedPlan
 from stemserve.service.batching.speculation import DraftPolicy
 from stemserve.service.caller import ANYONE
 from stemserve.service.calls.context_encoder import ContextEncoder

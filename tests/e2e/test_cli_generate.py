@@ -36,6 +36,16 @@ def test_generate_takes_penalties_and_allowed_tokens(run: Run, address: str) -> 
     assert run(*words, "--repetition-penalty", 0).returncode != 0
 
 
+def test_generate_guesses_ahead_and_says_what_came_of_it(run: Run, address: str) -> None:
+    words = ("generate", "--server", address, "--prompt", "once", "--temperature", 0)
+    words = (*words, "--max-new-tokens", 60, "--ignore-eos", "--allow-token", 70)
+    usage = parsed(run(*words, "--draft-tokens", 4, "--json"))["usage"]
+    assert usage["drafted_tokens"] >= usage["accepted_tokens"] > 0
+    assert "drafted tokens accepted" in run(*words, "--draft-tokens", 4).stdout
+    assert "drafted" not in run(*words, "--draft-tokens", 0).stdout
+    assert run(*words, "--draft-tokens", 33).returncode != 0
+
+
 def test_generate_takes_a_constraint(run: Run, address: str, tmp_path: Path) -> None:
     words = ("generate", "--server", address, "--prompt", "once", "--json")
     assert parsed(run(*words, "--choice", "yes", "--choice", "no"))["text"][0] in ("yes", "no")

@@ -37,8 +37,11 @@ def drafting_rig(draft_tokens: int = 4, **options: Any) -> Rig:
 def repeating(name: str, prompt: list[int], **options: Any) -> GenerateJob:
     """It draws two tokens only, so that it repeats itself often."""
     job = generate_job(name, prompt, temperature=1.0, **options)
-    bias = {"bias_ids": int32([2, 3]), "bias_values": np.array([12, 11], np.float32)}
-    return replace(job, samplers=tuple(replace(spec, **bias) for spec in job.samplers))
+    ids, values = int32([2, 3]), np.array([12, 11], np.float32)
+    return replace(
+        job,
+        samplers=tuple(replace(spec, bias_ids=ids, bias_values=values) for spec in job.samplers),
+    )
 
 
 def verifying(rig: Rig) -> list[worker_pb2.StepPlan]:
@@ -158,11 +161,15 @@ def test_a_prompt_that_comes_meanwhile_is_computed_at_once() -> None:
     rig.batcher.check_idle()
 
 
-@pytest.mark.parametrize("options", [{"presence_penalty": 0.5}, {"repetition_penalty": 1.1}])
-def test_under_penalties_there_are_no_drafts(options: dict[str, float]) -> None:
+@pytest.mark.parametrize(("presence", "repetition"), [(0.5, 1.0), (0.0, 1.1)])
+def test_under_penalties_there_are_no_drafts(presence: float, repetition: float) -> None:
     rig = drafting_rig(8)
     job = repeating("g", random_tokens(1, 20), max_new_tokens=30)
-    job = replace(job, samplers=tuple(replace(spec, **options) for spec in job.samplers))
+    specs = (
+        replace(spec, presence_penalty=presence, repetition_penalty=repetition)
+        for spec in job.samplers
+    )
+    job = replace(job, samplers=tuple(specs))
     (answer,) = rig.run(job)
     assert usage_of(answer).drafted_tokens == 0 and not verifying(rig)
 

@@ -8,6 +8,7 @@ import pytest
 from stemserve.service.config import (
     ServerConfig,
     ServiceConfig,
+    SpeculationConfig,
     WorkerConfig,
     default_model_cache,
 )
@@ -32,6 +33,8 @@ PEM = Path("none.pem")
         (lambda: WorkerConfig(device="tpu"), "'tpu' is not one of auto, cpu, cuda"),
         (lambda: WorkerConfig(kernel="magic"), "'magic' is not one of naive, split"),
         (lambda: WorkerConfig(threads=0), "threads 0 must be at least 1"),
+        (lambda: SpeculationConfig(draft_tokens=33), "draft_tokens 33 is not in 0 .. 32"),
+        (lambda: SpeculationConfig(least_gain=-1.0), "least_gain -1.0 is not in 0 .. 32"),
         (lambda: WorkerConfig(max_burst_steps=0), "max_burst_steps 0 must be at least 1"),
         (lambda: WorkerConfig(kernel_probe_rate=2.0), "kernel_probe_rate 2.0 is not in 0 .. 1"),
         (lambda: WorkerConfig(max_burst_ms=-1.0), "max_burst_ms -1.0 must not be negative"),

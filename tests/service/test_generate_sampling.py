@@ -148,3 +148,13 @@ async def test_an_absent_temperature_is_one_and_zero_is_zero() -> None:
             job.samplers[0].temperature for job in engine.jobs if isinstance(job, GenerateJob)
         ]
         assert temperatures == [1.0, 0.0]
+
+
+async def test_a_call_says_how_far_it_guesses_ahead_or_leaves_it_to_the_server() -> None:
+    engine = BigramEngine()
+    async with serving(engine, fixed_tokens(b"a", b"b", b"c")) as served:
+        for draft_tokens in (None, 0, 8):
+            request = inference_pb2.GenerateRequest(prompt=prompt(0), draft_tokens=draft_tokens)
+            await generated(served, request)
+        found = [job.draft_tokens for job in engine.jobs if isinstance(job, GenerateJob)]
+        assert found == [None, 0, 8]

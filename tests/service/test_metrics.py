@@ -173,6 +173,17 @@ def test_the_load_shows_as_gauges() -> None:
     assert value(registry, "kv_utilization_ratio") == 0.25
 
 
+def test_drafts_are_counted_by_what_came_of_them() -> None:
+    registry = CollectorRegistry()
+    metrics = Metrics(registry)
+    metrics.used(JobUsage(drafted_tokens=10, accepted_tokens=7), looked_up_tokens=3)
+    assert value(registry, "draft_tokens_total", outcome="accepted") == 7
+    assert value(registry, "draft_tokens_total", outcome="rejected") == 3
+    metrics.observe_step(step_result(), replace(LOAD, draft_steps=4))
+    metrics.observe_step(step_result(), replace(LOAD, draft_steps=6))
+    assert value(registry, "draft_steps_total") == 6
+
+
 def test_b57_no_series_appears_after_the_start() -> None:
     registry = CollectorRegistry()
     metrics = Metrics(registry)

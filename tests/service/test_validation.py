@@ -133,6 +133,7 @@ BAD_GENERATES: list[tuple[str, Change]] = [
     ("stop_token_ids", change("stop_token_ids", [-1])),
     ("top_logprobs", change("top_logprobs", 2)),
     ("logprob_token_ids", change("logprob_token_ids", [0] * 129)),
+    ("draft_tokens", change("draft_tokens", 33)),
     ("logprob_token_ids", change("logprob_token_ids", [0, VOCABULARY])),
     ("sampling.temperature", change("sampling.temperature", float("nan"))),
     ("sampling.temperature", change("sampling.temperature", float("inf"))),

@@ -1,5 +1,6 @@
 """Slots that are sampled at several rows of a step, to verify a draft."""
 
+from collections.abc import Mapping
 from pathlib import Path
 
 import numpy as np
@@ -30,7 +31,7 @@ def sampler(slot: int, **fields: object) -> worker_pb2.Sampler:
     return message
 
 
-KINDS = {
+KINDS: Mapping[str, Mapping[str, object]] = {
     "greedy": {"temperature": 0.0},
     "random": {},
     "top_k": {"top_k": 3},

@@ -37,8 +37,8 @@ def test_generate_takes_penalties_and_allowed_tokens(run: Run, address: str) -> 
 
 
 def test_generate_guesses_ahead_and_says_what_came_of_it(run: Run, address: str) -> None:
-    words = ("generate", "--server", address, "--prompt", "once", "--temperature", 0)
-    words = (*words, "--max-new-tokens", 60, "--ignore-eos", "--allow-token", 70)
+    prompt = ("generate", "--server", address, "--prompt", "once", "--temperature", 0)
+    words = (*prompt, "--max-new-tokens", 60, "--ignore-eos", "--allow-token", 70)
     usage = parsed(run(*words, "--draft-tokens", 4, "--json"))["usage"]
     assert usage["drafted_tokens"] >= usage["accepted_tokens"] > 0
     assert "drafted tokens accepted" in run(*words, "--draft-tokens", 4).stdout

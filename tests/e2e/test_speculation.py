@@ -7,8 +7,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tests.e2e.engine_rig import EngineRig, Generated, InProcessWorker
+from tests.e2e.engine_rig import EngineRig, Generated
 from tests.e2e.generate_cases import generation
+from tests.e2e.in_process_engine import InProcessWorker
 from tests.e2e.random_models import FAMILIES, RandomModels, random_tokens
 from tests.service.serving import byte_tokenizer
 

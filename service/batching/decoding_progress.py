@@ -43,7 +43,11 @@ class DecodingProgress(JobProgress):
         """Add decode rows while the step has fewer rows than `limit`. False: there is no page for
         one now."""
 
+    def find_drafts(self) -> bool:
+        """Make the drafts that the next step may verify; whether there are any."""
+        return False
+
     def plan_drafts(self, step: StepBuilder, limit: int) -> bool:
-        """Add rows that verify drafts, behind the decode rows of all. False: there is no page for
-        one now."""
+        """Add rows that verify what was found, behind the decode rows of all. False: there is no
+        page for one now."""
         return True

@@ -6,11 +6,14 @@ No index is kept: the places where the last token came before are found in one p
 from collections.abc import Sequence
 
 import numpy as np
+from numpy.typing import NDArray
 
 from stemserve.service.request import Int32
 
 SHORTEST_MATCH = 2  # tokens; fewer are found everywhere
 LONGEST_MATCH = 8  # longer ones are not told apart
+MOST_PLACES = 64  # the latest ones, whose matches are compared
+BACK = np.arange(LONGEST_MATCH)
 NEWEST_WEIGHT = 0.25  # of the newest draft in the average
 MOST_IDLE = 3  # tokens for which nothing is looked up, while nothing is found
 
@@ -19,9 +22,10 @@ class TokenHistory:
     """The tokens of a prompt and of what followed it."""
 
     def __init__(self, prompt: Int32, room: int) -> None:
-        self._tokens: Int32 = np.empty(len(prompt) + room, np.int32)
-        self._tokens[: len(prompt)] = prompt
-        self._count = len(prompt)
+        start = LONGEST_MATCH  # what is before the first token matches nothing
+        self._tokens: Int32 = np.full(start + len(prompt) + room, -1, np.int32)
+        self._tokens[start : start + len(prompt)] = prompt
+        self._count = start + len(prompt)
 
     def add(self, token: int) -> None:
         self._tokens[self._count] = token
@@ -32,20 +36,24 @@ class TokenHistory:
         than a period from the end, the period goes on."""
         tokens, last = self._tokens[: self._count], self._count - 1
         ends = np.flatnonzero(tokens[:last] == tokens[last])
-        for matched in range(1, LONGEST_MATCH):
-            longer = ends[ends >= matched] if matched <= last else ends[:0]
-            longer = longer[tokens[longer - matched] == tokens[last - matched]]
-            if not len(longer):
-                if matched < SHORTEST_MATCH:
-                    return []
-                break
-            ends = longer
-        start = int(ends[-1]) + 1
+        for back in range(1, SHORTEST_MATCH):
+            ends = ends[tokens[ends - back] == tokens[last - back]]
+        if not len(ends):
+            return []
+        start = self._longest(ends[-MOST_PLACES:]) + 1
         period = self._count - start
         draft: list[int] = tokens[start : start + most].tolist()
         while len(draft) < most:
             draft.append(draft[-period])
         return draft
+
+    def _longest(self, ends: NDArray[np.intp]) -> int:
+        """Of places where a match ends, ascending, that of the longest; the latest of them."""
+        if len(ends) == 1:
+            return int(ends[0])
+        same = self._tokens[ends[:, None] - BACK] == self._tokens[self._count - 1 - BACK]
+        lengths = same.cumprod(1).sum(1)
+        return int(ends[len(ends) - 1 - lengths[::-1].argmax()])
 
 
 class Drafter:

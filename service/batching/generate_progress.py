@@ -125,6 +125,9 @@ class GenerateProgress(DecodingProgress):
             self._draws[step.step_id] = draws
         return room is not Room.NONE
 
+    def find_drafts(self) -> bool:
+        return self._rows.find_drafts()
+
     def plan_drafts(self, step: StepBuilder, limit: int) -> bool:
         draws, found = self._rows.plan_drafts(step, limit)
         for draw in draws:

@@ -27,7 +27,7 @@ class SampleRows:
         self._job = job
         self._drafters = [(s, s.drafter) for s in samples if s.drafter is not None]
         self._pages = pages
-        self._held: list[tuple[Sample, list[int]]] = []
+        self._held: dict[Sample, list[int]] = {}  # drafts that the step verifies
         self.drafted_tokens = 0  # verified
         self.accepted_tokens = 0
 
@@ -41,21 +41,27 @@ class SampleRows:
         """Of such drafts, those that will likely come."""
         return sum(drafter.expected for sample, drafter in self._drafters if not sample.has_ended)
 
+    def find_drafts(self) -> bool:
+        """Of the samples that may go on; whether there are any."""
+        most = self._job.max_new_tokens
+        self._held = {}
+        for sample, drafter in self._drafters:
+            count = len(sample.tokens)
+            if not sample.pending and sample.is_ready(self._job, count):
+                draft = drafter.draft()[: most - count - 1]
+                if draft:
+                    self._held[sample] = draft
+        return len(self._held) > 0
+
     def holds(self, sample: Sample) -> bool:
-        """The sample has a draft: `plan_drafts` adds its rows, and it has no decode row."""
-        if sample.drafter is None or sample.pending:
-            return False
-        draft = sample.drafter.draft()[: self._job.max_new_tokens - len(sample.tokens) - 1]
-        if draft:
-            self._held.append((sample, draft))
-        return len(draft) > 0
+        """A draft was found: `plan_drafts` adds its rows, and the sample has no decode row."""
+        return sample in self._held
 
     def plan_drafts(self, step: StepBuilder, limit: int) -> tuple[list[Draw], bool]:
-        """Rows for the drafts that are held, while the step has fewer than `limit`; False: there is
-        no page for one now. A draft is cut where it finds no room, down to none."""
-        held, self._held = self._held, []
+        """Rows for the drafts that were found, while the step has fewer than `limit`; False: there
+        is no page for one now. A draft is cut where it finds no room, down to none."""
         draws: list[Draw] = []
-        for sample, whole in held:
+        for sample, whole in self._held.items():
             free = limit - step.rows.num_rows
             if free < 1:
                 break

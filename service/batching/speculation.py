@@ -16,8 +16,9 @@ from stemserve.service.batching.decoding_progress import DecodingProgress
 from stemserve.service.batching.step_builder import IssuedStep
 
 RECENT_STEPS = 5  # whose median counts
-FIRST_COST = 1.5  # of a step with drafts, in plain ones, until one has run
-FORGET_AFTER = 128  # plain steps: then the oldest cost of drafts is forgotten, to try again
+FIRST_COST = 1.5  # of a step with drafts, in plain ones, until some have run
+FEWEST_STEPS = 3  # the first of a kind may be far slower than others
+FORGET_AFTER = 256  # plain steps: then the oldest cost of drafts is forgotten, to try again
 HOLD = 0.1  # of the gain that may be lost before drafts end: each change costs a wait
 MOST_DELAY = 1.05  # of a step, for samples beside that have no drafts
 
@@ -48,8 +49,9 @@ class StepTimes:
         if self._recent:
             self._recent.popleft()
 
-    def seconds(self, rows: int) -> float | None:  # None: nothing is known
-        if not self._recent:
+    def seconds(self, rows: int, *, fewest: int = 1) -> float | None:
+        """None: fewer times than that are known."""
+        if len(self._recent) < fewest:
             return None
         return median(known * max(1.0, rows / of_rows) for of_rows, known in self._recent)
 
@@ -90,8 +92,9 @@ class Speculation:
             taken = max(seconds / 2, min(seconds, gap)) if gap > 0 else seconds
             if taken > 0:
                 self._plain.add(issued.num_rows, taken / issued.repeat)
-            self._plain_steps += 1
-            if self._plain_steps % FORGET_AFTER == 0:
+            self._plain_steps += issued.repeat
+            if self._plain_steps >= FORGET_AFTER:
+                self._plain_steps = 0
                 self._more.forget()
 
     def _pays(self, decoding: Sequence[DecodingProgress], drafts: Sequence[int]) -> bool:
@@ -99,7 +102,7 @@ class Speculation:
         plain = self._plain.seconds(rows)
         if plain is None:
             return False
-        more = self._more.seconds(sum(drafts))
+        more = self._more.seconds(sum(drafts), fewest=FEWEST_STEPS)
         cost = FIRST_COST if more is None else 1 + more / plain
         if 0 in drafts and cost > MOST_DELAY:
             return False

@@ -51,7 +51,8 @@ class StepPlanner:
         stage = self._speculation.stage(decoding, nobody_waits=nobody_waits)
         if stage is Stage.WAIT:
             return
-        step.verifies = stage is Stage.VERIFY
+        if stage is Stage.VERIFY:
+            step.verifies = any([job.find_drafts() for job in decoding])
         if nobody_waits and not step.verifies:
             step.max_steps = self._burst_steps(decoding)
         self._plan_decodes(step, decoding, nobody_waits=nobody_waits)

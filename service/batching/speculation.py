@@ -19,7 +19,8 @@ RECENT_STEPS = 5  # whose median counts
 FIRST_COST = 1.5  # of a step with drafts, in plain ones, until some have run
 FEWEST_STEPS = 3  # the first of a kind may be far slower than others
 FORGET_AFTER = 256  # plain steps: then the oldest cost of drafts is forgotten, to try again
-HOLD = 0.1  # of the gain that may be lost before drafts end: each change costs a wait
+REST = 32  # plain steps after drafts have ended: to begin, and to end, costs a wait each
+HOLD = 0.1  # of the gain that may be lost before drafts end
 MOST_DELAY = 1.05  # of a step, for samples beside that have no drafts
 
 
@@ -62,7 +63,8 @@ class Speculation:
         self._is_on = False
         self._plain = StepTimes()
         self._more = StepTimes()  # that steps with so many drafted tokens take
-        self._plain_steps = 0
+        self._plain_steps = 0  # since something was forgotten
+        self._rest = 0  # plain steps that are to run before drafts may begin
         self._answered_s = 0.0
         self._answered_jobs: set[int] = set()
         self.steps = 0  # that verified drafts
@@ -70,8 +72,11 @@ class Speculation:
     def stage(self, decoding: Sequence[DecodingProgress], *, nobody_waits: bool) -> Stage:
         """Of the jobs that decode. While others wait, steps are full of other rows."""
         drafts = [job.draft_tokens for job in decoding] if nobody_waits else []
-        self._is_on = sum(drafts) > 0 and self._pays(decoding, drafts)
+        was_on = self._is_on
+        self._is_on = sum(drafts) > 0 and not self._rest and self._pays(decoding, drafts)
         if not self._is_on:
+            if was_on and sum(drafts) > 0:
+                self._rest = REST
             return Stage.PLAIN
         return Stage.WAIT if any(job.in_flight for job in decoding) else Stage.VERIFY
 
@@ -92,6 +97,7 @@ class Speculation:
             taken = max(seconds / 2, min(seconds, gap)) if gap > 0 else seconds
             if taken > 0:
                 self._plain.add(issued.num_rows, taken / issued.repeat)
+            self._rest = max(0, self._rest - issued.repeat)
             self._plain_steps += issued.repeat
             if self._plain_steps >= FORGET_AFTER:
                 self._plain_steps = 0

@@ -9,6 +9,7 @@ import pytest
 from stemserve.service.batching.decoding_progress import DecodingProgress
 from stemserve.service.batching.speculation import (
     FORGET_AFTER,
+    REST,
     DraftPolicy,
     Speculation,
     Stage,
@@ -89,6 +90,15 @@ def test_they_go_on_until_little_is_gained(clocked: Clocked) -> None:
     assert clocked.stage(Decoding(expected_tokens=1.25)) is Stage.VERIFY
     assert clocked.stage(Decoding(expected_tokens=1.1)) is Stage.PLAIN
     assert clocked.stage(Decoding(expected_tokens=1.25)) is Stage.PLAIN
+
+
+def test_they_do_not_begin_again_at_once(clocked: Clocked) -> None:
+    assert clocked.stage(Decoding(expected_tokens=1.5)) is Stage.VERIFY
+    assert clocked.stage(Decoding(expected_tokens=0)) is Stage.PLAIN
+    for _ in range(REST):
+        assert clocked.stage(Decoding(expected_tokens=8)) is Stage.PLAIN
+        clocked.ran(step(1), 0.01)
+    assert clocked.stage(Decoding(expected_tokens=8)) is Stage.VERIFY
 
 
 def test_what_is_in_flight_is_awaited(clocked: Clocked) -> None:

@@ -12,6 +12,7 @@ import typer
 from stemserve.service.client_channel import OPTIONS, PLAINTEXT, Access, open_channel
 from stemserve.service.client_errors import client_error
 from stemserve.service.commands.failure import fail, fail_call
+from stemserve.service.tracing.trace_context import PARENT_KEY, remote_parent
 
 T = TypeVar("T")
 Channel = grpc.aio.Channel
@@ -25,6 +26,7 @@ SERVER = "127.0.0.1:50051"
 TIMEOUT_S = 300.0
 
 _access: ContextVar[Access] = ContextVar("access", default=PLAINTEXT)
+_traceparent: ContextVar[str] = ContextVar("traceparent", default="")
 
 
 def access_options(
@@ -50,6 +52,16 @@ def access_options(
     private_key: Annotated[
         Path | None, typer.Option(envvar="STEMSERVE_PRIVATE_KEY", help="And its key, PEM.")
     ] = None,
+    traceparent: Annotated[
+        str,
+        typer.Option(
+            envvar=PARENT_KEY.upper(),
+            show_envvar=True,
+            metavar="00-TRACE-SPAN-01",
+            help="Span around the calls, as W3C Trace Context has it: a server that traces shows "
+            "them there.",
+        ),
+    ] = "",
 ) -> None:
     """Score and generate with a language model over prefixes that requests share."""
     try:
@@ -58,7 +70,10 @@ def access_options(
         )
     except ValueError as error:
         raise typer.BadParameter(str(error)) from error
+    if traceparent and remote_parent({PARENT_KEY: traceparent}) is None:
+        raise typer.BadParameter(f"{PARENT_KEY} {traceparent!r} is not one: 00-TRACE-SPAN-01")
     _access.set(access)
+    _traceparent.set(traceparent)
 
 
 def call(server: str, work: Callable[[Channel], Awaitable[T]]) -> T:
@@ -74,5 +89,7 @@ def call(server: str, work: Callable[[Channel], Awaitable[T]]) -> T:
 
 
 async def _with_channel(server: str, work: Callable[[Channel], Awaitable[T]]) -> T:
-    async with open_channel(server, _access.get(), OPTIONS) as channel:
+    parent = _traceparent.get()
+    headers = (lambda: ((PARENT_KEY, parent),)) if parent else None
+    async with open_channel(server, _access.get(), OPTIONS, headers=headers) as channel:
         return await work(channel)

@@ -13,8 +13,10 @@ import pytest
 from opentelemetry.proto.trace.v1.trace_pb2 import Span, Status
 from tests.e2e.served import scrape, until_running
 from tests.service.otlp_receiver import Receiver, otlp_receiver, values
+from typer.testing import CliRunner
 
 from stemserve.proto.v1 import inference_pb2
+from stemserve.service.cli import app
 from stemserve.service.client import Client
 from stemserve.service.client_errors import ClientError
 
@@ -22,6 +24,7 @@ StartServer = Callable[..., tuple["subprocess.Popen[str]", dict[str, int]]]
 
 SECRET = "xylophone quartz"  # of the requests; no span may have it
 PATIENCE_S = 30.0
+SCORE = "stemserve.v1.Inference/Score"
 
 
 @pytest.fixture(scope="module")
@@ -166,6 +169,19 @@ async def test_a_generation_says_how_it_went(
     assert totals["stemserve.steps.shown"] == 64 == len(named(spans, "step"))
 
 
+async def test_commands_are_part_of_the_trace_around_them(
+    ports: dict[str, int], receiver: Receiver, caller: Caller
+) -> None:
+    words = ["score", "--server", f"127.0.0.1:{ports['rpc']}", "--query", SECRET, "--item", "a b"]
+    ((_, parent), _) = caller.headers()
+    done = await asyncio.to_thread(CliRunner().invoke, app, ["--traceparent", parent, *words])
+    assert done.exit_code == 0, done.output
+    (call,) = named(await trace_of(receiver, caller), SCORE)
+    assert call.parent_span_id == caller.span_id
+    wrong = await asyncio.to_thread(CliRunner().invoke, app, ["--traceparent", "00-1-2", *words])
+    assert wrong.exit_code == 2 and "traceparent '00-1-2' is not one" in wrong.output
+
+
 async def test_calls_that_fail_or_are_given_up_have_their_status(
     ports: dict[str, int], receiver: Receiver
 ) -> None:
@@ -231,9 +247,6 @@ async def test_calls_of_a_stream_are_spans_of_their_own(
             await asyncio.sleep(0.05)
     assert {call.parent_span_id for call in calls} == {caller.span_id}
     assert all(values(call.attributes)["stemserve.score.items"] == 5 for call in calls)
-
-
-SCORE = "stemserve.v1.Inference/Score"
 
 
 async def test_histograms_lead_to_the_traces(

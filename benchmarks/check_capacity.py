@@ -1,10 +1,11 @@
-"""Predictions of `stemserve capacity` beside what was measured: a table for docs/capacity.md.
+"""Predictions of `stemserve capacity` beside what was measured: the table of docs/capacity.md.
 
-python benchmarks/check_capacity.py [results/nvidia-h200/engine.json]
+python benchmarks/check_capacity.py --write     # after a new run of bench_engine.py
 """
 
+import argparse
 import json
-import sys
+import re
 import tempfile
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -25,6 +26,17 @@ from stemserve.worker.models.loader import read_model_config
 
 DEVICE = "nvidia-h200"
 RESULTS = Path(__file__).parent / "results/h200/engine.json"
+PAGE = Path(__file__).parents[1] / "docs/capacity.md"
+# Microseconds of a decode step as one graph, with the library's products: docs/log.md.
+GRAPHS: Mapping[str, float] = {
+    "decode 0.6B 1024/64": 1344,
+    "decode 0.6B 8192/32": 1491,
+    "decode 4B 1024/64": 3566,
+    "decode 4B 8192/32": 3804,
+    "decode 4B 8192/128": 5371,
+    "decode 4B 50000/16": 5034,
+}
+TABLE = re.compile(r"^Run of .*\n\n(?:\|.*\n)+(?:\nDecode steps as .*\n)?", re.MULTILINE)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -138,9 +150,35 @@ def _cell(predicted: float | None, measured: float | None) -> str:
     return "" if error is None else f"{predicted:.3g} / {measured:.3g} ({error:+.0%})"
 
 
+def graphs() -> str:
+    """A line of decode steps by themselves, larger models included."""
+    rows = {row.name: row for row in BASELINES}
+    forwards = {model: forward_of(model) for model in SHAPES}
+    cells: list[str] = []
+    for name, measured in GRAPHS.items():
+        row = rows[name]
+        token = prediction_of(row, forwards[row.model]).token
+        predicted = (token.total - token.waiting) * 1e6
+        error = f"{predicted / measured - 1:+.0%}"
+        cells.append(f"{row.name} {predicted:,.0f} / {measured:,.0f} ({error})")
+    return "Decode steps as graphs, us: " + "; ".join(cells) + "."
+
+
+def section(measured: Mapping[str, Any]) -> str:
+    """Of the page: which run, and the table."""
+    rows = table(list(compared(measured)))
+    return f"Run of {measured['date']}:\n\n{rows}\n\n{graphs()}\n"
+
+
 def main() -> None:
-    path = Path(sys.argv[1]) if len(sys.argv) > 1 else RESULTS
-    print(table(list(compared(json.loads(path.read_text())))))
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("results", type=Path, nargs="?", default=RESULTS, help="engine.json")
+    parser.add_argument("--write", action="store_true", help="into docs/capacity.md")
+    options = parser.parse_args()
+    text = section(json.loads(options.results.read_text()))
+    print(text, end="")
+    if options.write:
+        PAGE.write_text(TABLE.sub(lambda _: text, PAGE.read_text(), count=1))
 
 
 if __name__ == "__main__":

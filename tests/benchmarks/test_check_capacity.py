@@ -1,19 +1,29 @@
 """What `stemserve capacity` predicts stays near what was measured on an H200."""
 
 import json
-from pathlib import Path
+import re
+from typing import Any
 
-from check_capacity import RESULTS, compared, table
+import pytest
+from check_capacity import GRAPHS, PAGE, RESULTS, TABLE, compared, graphs, section
 
-PAGE = Path(__file__).parents[2] / "docs/capacity.md"
 ALONE = 0.10  # of a call alone, and of the GPU's time
 TOGETHER = 0.15  # of calls at once, or with a cached prefix
 SHORT_MS = 20.0  # calls of less vary more: one was measured once
 
 
-def test_predictions_are_near_what_was_measured() -> None:
-    rows = list(compared(json.loads(RESULTS.read_text())))
-    assert len(rows) == 10
+@pytest.fixture(scope="module")
+def measured() -> dict[str, Any]:
+    """The run whose host the rates are of; another machine's, or a newer server's, differ."""
+    found: dict[str, Any] = json.loads(RESULTS.read_text())
+    if found["date"] not in PAGE.read_text():
+        pytest.skip("engine.json is of another run: benchmarks/check_capacity.py --write")
+    return found
+
+
+def test_predictions_are_near_what_was_measured(measured: dict[str, Any]) -> None:
+    rows = list(compared(measured))
+    assert len(rows) == len(measured["rows"])
     for row in rows:
         alone = row.row.endswith("/1")
         assert row.gpu_error is None or abs(row.gpu_error) < ALONE, row
@@ -23,6 +33,11 @@ def test_predictions_are_near_what_was_measured() -> None:
             assert abs(row.cached_error) < TOGETHER, row
 
 
-def test_the_page_shows_them() -> None:
-    rows = list(compared(json.loads(RESULTS.read_text())))
-    assert table(rows) in PAGE.read_text()
+def test_the_page_shows_them(measured: dict[str, Any]) -> None:
+    found = TABLE.search(PAGE.read_text())
+    assert found is not None and found[0] == section(measured)
+
+
+def test_steps_of_a_larger_model_are_near_what_was_measured() -> None:
+    errors = [int(found) for found in re.findall(r"\(([+-]\d+)%\)", graphs())]
+    assert len(errors) == len(GRAPHS) and max(map(abs, errors)) < 100 * ALONE

@@ -12,7 +12,8 @@ class DeviceRates:
 
     product_flops: float  # a second, of matrix products of many rows
     memory_bytes: float  # a second
-    product_s: float  # at least, of one product: few rows wait for latency, not for bytes
+    weight_bytes: float  # a second, of products of few rows
+    product_s: float  # of one product of few rows, beside the bytes of its weights
     pointwise_s: float  # at least, of a layer's norms, RoPE, gates and writes
     layer_host_s: float  # at least, of a layer whose attention the host launches
     call_s: float  # of the front end, of a call
@@ -23,14 +24,16 @@ class DeviceRates:
     memory_size: int  # bytes
 
 
-# benchmarks/results/h200/README.md, "Where the time goes": products and memory from the profiles of
-# 2048/64/100 and of decode 1024/64, the host's times from the table of single calls. What they
-# predict for the other rows, and for these as wholes, is in docs/capacity.md.
+# benchmarks/results/h200/README.md, "Where the time goes": products of many rows and memory from
+# the profile of 2048/64/100, the host's times from the table of single calls. docs/log.md, "decode
+# graphs": products of few rows, a line through eight of them. What these predict is compared with
+# what was measured in docs/capacity.md.
 RATES: Mapping[str, DeviceRates] = {
     "nvidia-h200": DeviceRates(
         product_flops=770e12,
         memory_bytes=4.3e12,
-        product_s=5.75e-6,
+        weight_bytes=3.7e12,
+        product_s=4.3e-6,
         pointwise_s=7e-6,
         layer_host_s=101e-6,
         call_s=3.4e-3,

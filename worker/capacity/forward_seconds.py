@@ -151,8 +151,8 @@ class ForwardSeconds:
     def _product(self, rows: int, weights: int) -> float:
         rates = self.rates
         arithmetic = 2 * rows * weights / rates.product_flops
-        reading = weights * self.dtype.itemsize / rates.memory_bytes
-        return max(arithmetic, reading, rates.product_s)
+        reading = weights * self.dtype.itemsize / rates.weight_bytes
+        return max(arithmetic, rates.product_s + reading)
 
     def _all_layers(self, layer: Seconds) -> Seconds:
         count = self.model.num_layers

@@ -65,7 +65,8 @@ def _call(answer: Answer) -> list[str]:
     )
     lines = [
         f"{answer.device}, {prediction.forward.model.architecture}; a call of "
-        f"{work.prefix_tokens:,} prefix tokens (cached in {work.hit_rate:.0%} of the calls), {what} tokens",
+        f"{work.prefix_tokens:,} prefix tokens (cached in {work.hit_rate:.0%} of the calls), "
+        f"{what} tokens",
         alone,
     ]
     if work.generates:

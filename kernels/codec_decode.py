@@ -216,7 +216,8 @@ class CodecDecode:
         if plan.tables.capacity.items:
             self._check_own_rows(kv)
         if plan.on_hopper and self.hopper and self.hopper.takes(plan.tables, q, kv):
-            self.hopper.read_tree(plan.tables, plan.partial, q, kv, target)
+            merges = plan.merges
+            self.hopper.read_tree(plan.tables, plan.partial, q, kv, target, merges=merges)
         else:
             self.triton.read_tree(plan.tables, plan.partial, q, kv, target)
         if plan.merges:

@@ -35,14 +35,32 @@ DTYPES = (torch.float16, torch.bfloat16)
 TAKEN_UNASKED = ((torch.float16, 128), (torch.bfloat16, 128))
 PAGE = 16
 THREADS = 384
-SHARED_BYTES = 2 * (3 + 4) * 64 * 128 * 2 + 1024  # slots of keys and values in two rings; alignment
 KEPT_MAPS = 1024
 
 
-def constants(head_dim: int, dtype: torch.dtype) -> dict[str, int]:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rings:
+    """Steps of keys and of values that each ring holds, of heads of 128; twice as many of 64."""
+
+    keys: int
+    values: int
+
+    @property
+    def shared_bytes(self) -> int:
+        return 2 * (self.keys + self.values) * 64 * 128 * 2 + 1024  # two rings; alignment
+
+
+# Where memory is the limit, less in flight is 1 to 10 % faster. Blocks that read whole tiles, of
+# many short nodes, are 1 to 4 % faster with more (H200).
+SHALLOW, DEEP = Rings(keys=2, values=3), Rings(keys=3, values=4)
+
+
+def constants(head_dim: int, dtype: torch.dtype, rings: Rings) -> dict[str, int]:
     """What the sources take as macros."""
     return {
         "DIM": head_dim,
+        "RING_KEYS": rings.keys,
+        "RING_VALUES": rings.values,
         "BF16": int(dtype == torch.bfloat16),
         "RECORD": RECORD,
         "MASKED": MASKED,
@@ -93,13 +111,15 @@ class Launchable(Protocol):
 
 
 @cache
-def tree_kernel(head_dim: int, dtype: torch.dtype, device: torch.device) -> CudaKernel:
+def tree_kernel(
+    head_dim: int, dtype: torch.dtype, rings: Rings, device: torch.device
+) -> CudaKernel:
     """Compiled once a process, in some seconds."""
     options = [
         "--gpu-architecture=sm_90a",
-        *(f"-D{name}={value}" for name, value in constants(head_dim, dtype).items()),
+        *(f"-D{name}={value}" for name, value in constants(head_dim, dtype, rings).items()),
     ]
-    return CudaKernel(FILES, "tree_kernel", options, SHARED_BYTES, device)
+    return CudaKernel(FILES, "tree_kernel", options, rings.shared_bytes, device)
 
 
 @dataclass(kw_only=True)
@@ -108,7 +128,8 @@ class HopperTree:
 
     shape: HeadShape
     bins: int
-    kernel: Launchable
+    shallow: Launchable  # for plans whose pieces are merged
+    deep: Launchable
     scales: tuple[float, float]  # of scores, to base 2; of values
     _maps: dict[Place, TensorMap] = field(default_factory=dict[Place, TensorMap])
 
@@ -122,12 +143,15 @@ class HopperTree:
     ) -> "HopperTree | None":
         """None, with a warning, where the kernel cannot be compiled or loaded."""
         try:
-            kernel = tree_kernel(shape.head_dim, numbers.dtype, device)
+            shallow, deep = (
+                tree_kernel(shape.head_dim, numbers.dtype, rings, device)
+                for rings in (SHALLOW, DEEP)
+            )
         except CudaError as error:
             log.warning("tree decode runs without its Hopper kernel, slower: %s", error)
             return None
         scales = (shape.scale * numbers.k_scale * LOG2E, numbers.v_scale)
-        return cls(shape=shape, bins=bins, kernel=kernel, scales=scales)
+        return cls(shape=shape, bins=bins, shallow=shallow, deep=deep, scales=scales)
 
     def takes(self, tables: DeviceTables, q: Tensor, kv: LayerKV) -> bool:
         """Items, and pages of another format or size, are left to the Triton kernel."""
@@ -142,6 +166,8 @@ class HopperTree:
         q: Tensor,
         kv: LayerKV,
         target: AttentionState,
+        *,
+        merges: bool,  # the plan's
     ) -> None:
         if q.data_ptr() % 16 or q.stride(0) % 8:  # rows are read 16 bytes at a time
             q = q.contiguous()
@@ -157,7 +183,8 @@ class HopperTree:
         maps = [self._map(kv.k_pages), self._map(kv.v_pages)]
         base = ctypes.addressof(arguments)
         addresses = [ctypes.addressof(m) for m in maps] + [base + offset for offset in OFFSETS]
-        self.kernel.launch(block_count(self.bins, self.shape.kv_heads), THREADS, addresses)
+        kernel = self.shallow if merges else self.deep
+        kernel.launch(block_count(self.bins, self.shape.kv_heads), THREADS, addresses)
 
     def _map(self, pages: Tensor) -> TensorMap:
         key = (pages.data_ptr(), pages.shape, pages.stride())
@@ -165,7 +192,7 @@ class HopperTree:
         if found is None:
             if len(self._maps) >= KEPT_MAPS:
                 self._maps.clear()
-            found = self._maps[key] = self.kernel.tensor_map(pages, (64, 1, PAGE, 1))
+            found = self._maps[key] = self.shallow.tensor_map(pages, (64, 1, PAGE, 1))
         return found
 
 

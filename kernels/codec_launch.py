@@ -125,6 +125,7 @@ class TritonTree:
             DIM_PAD=self._padded_dim,
             OWN_HEADS=heads,
             BLOCK=block,
+            ONCE=columns <= block and not self._division.fixed_split,
             ROOMY=tables.roomy,
             num_warps=1,
             **overlap(target.out.device),

@@ -47,7 +47,6 @@ class _Settings(ctypes.Structure):
         *((name, ctypes.c_int32) for name in ("split", "longest_first", "max_splits")),
         *((name, ctypes.c_int32) for name in ("piece", "merge", "slack", "wide")),
         *((name, ctypes.c_int32) for name in ("pair_wide", "least_steps")),
-        ("least_share", ctypes.c_double),
     ]
 
 
@@ -104,7 +103,7 @@ class NativePlanner:
             *(group, bins, window),
             *(division.split, division.longest_first, division.max_splits),
             *(costs.piece, costs.merge, costs.slack, costs.wide),
-            *((pairing.wide, pairing.least_steps, pairing.least_share) if pairing else (0, 0, 0.0)),
+            *((pairing.wide, pairing.least_steps) if pairing else (0, 0)),
         )
         self._lock = threading.Lock()
 

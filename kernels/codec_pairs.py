@@ -25,7 +25,6 @@ class Pairing:
     """When bins are paired (H200)."""
 
     wide: int = 48  # tokens: cost of a step of a wide node that two bins read together
-    least_share: float = 0.22  # of all steps: with fewer shared the Triton kernel is as fast
     least_steps: int = 9  # of the longest bin: in shorter ones the start outweighs what it saves
 
 
@@ -124,12 +123,9 @@ def _share(tables: _Tables, pair: list[list[int]], table: Int32, at: dict[int, i
             break
 
 
-def shares_enough(host: HostTables, records: Int32, pairing: Pairing) -> bool:
-    """`records`: the plan's, paired."""
-    steps = int(host.pieces.steps.sum())
-    if np.bincount(host.pieces.bin, host.pieces.steps).max(initial=0) < pairing.least_steps:
-        return False
-    return int(records[:, SHARED].sum()) >= pairing.least_share * max(1, steps)
+def long_enough(host: HostTables, pairing: Pairing) -> bool:
+    steps = np.bincount(host.pieces.bin, host.pieces.steps)
+    return bool(steps.max(initial=0) >= pairing.least_steps)
 
 
 def pair_bins(host: HostTables, bins: int) -> Int32:

@@ -8,7 +8,7 @@ from stemserve.kernels.codec_division import Division, PieceCosts
 from stemserve.kernels.codec_fixed_tables import fixed_plan
 from stemserve.kernels.codec_host_tables import ArraySections, HostTables, host_tables
 from stemserve.kernels.codec_native import NativePlanner
-from stemserve.kernels.codec_pairs import Pairing, pair_bins, shares_enough
+from stemserve.kernels.codec_pairs import Pairing, long_enough, pair_bins
 from stemserve.kernels.codec_pieces import divide
 from stemserve.kernels.codec_streams import tile_streams
 from stemserve.kernels.layout import AttentionLayout
@@ -38,10 +38,10 @@ def numpy_paired(
     division: Division,
     pairing: Pairing,
 ) -> HostTables:
-    """The same with pairs of bins, where they share enough."""
+    """The same with pairs of bins, where these are long enough."""
     host = numpy_plan(layout, group, bins, 0, replace(costs, wide=pairing.wide), division)
-    records = pair_bins(host, bins)
-    if shares_enough(host, records, pairing):
+    if long_enough(host, pairing):
+        records = pair_bins(host, bins)
         sections = ArraySections(of_streams=host.streams, of_pieces=host.pieces, of_records=records)
         return replace(host, sections=sections, paired=True)
     if not host.streams.num_wide:

@@ -102,8 +102,8 @@ def tree_kernel(
     OVERLAP: tl.constexpr,
 ) -> None:
     if OVERLAP:
-        gdc_launch_dependents()
         gdc_wait()
+        gdc_launch_dependents()  # only now: the merge reads the tables before it waits
     GROUP: tl.constexpr = HEADS // KV_HEADS
     PAGES: tl.constexpr = STEP_TOKENS // PAGE
     SIZE: tl.constexpr = RECORD + 2 * PAGES + (TILE_ROWS + GROUP - 1) // GROUP
@@ -213,22 +213,26 @@ def merge_kernel(
     DIM_PAD: tl.constexpr,
     OWN_HEADS: tl.constexpr,
     BLOCK: tl.constexpr,
+    ONCE: tl.constexpr,  # a block holds all columns
     ROOMY: tl.constexpr,
     OVERLAP: tl.constexpr,
 ) -> None:
     """One warp a program, for one head or all of a KV head. Only row vectors and scalars, so that
     nothing is exchanged between threads; a block's loads are all issued before its first use."""
-    if OVERLAP:
-        gdc_launch_dependents()
-        gdc_wait()
     GROUP: tl.constexpr = HEADS // KV_HEADS
     row = tl.program_id(1)
     head = tl.program_id(0) * OWN_HEADS
     dim = tl.arange(0, DIM_PAD)
-    entries = merge + row * columns
     base = (head // GROUP).to(tl.int64) * partial_rows + head % GROUP
     count = tl.load(merge_count + row)
     target = tl.load(rows + row).to(tl.int64) * HEADS + head
+    entries = merge + row * columns
+    places = ()
+    for place in tl.static_range(BLOCK):
+        places = places + (tl.load(entries + place, mask=place < columns, other=-1),)
+    if OVERLAP:  # what the tables say was written before the tree kernel began
+        gdc_launch_dependents()
+        gdc_wait()
     peaks = ()
     totals = ()
     accs = ()
@@ -243,7 +247,7 @@ def merge_kernel(
         logs = ()
         parts = ()
         for place in tl.static_range(BLOCK):
-            at = tl.load(entries + start + place, mask=start + place < columns, other=-1)
+            at = places[place]
             for own in tl.static_range(OWN_HEADS):
                 part_row = base + own + at
                 log = tl.load(partial_lse + part_row, mask=at >= 0, other=-float("inf"))
@@ -252,6 +256,14 @@ def merge_kernel(
                 )
                 logs = logs + (log,)
                 parts = parts + (part,)
+        new_places = places
+        if not ONCE:
+            new_places = ()
+            for place in tl.static_range(BLOCK):
+                following = start + BLOCK + place
+                new_places = new_places + (
+                    tl.load(entries + following, mask=following < columns, other=-1),
+                )
         new_peaks = ()
         new_totals = ()
         new_accs = ()
@@ -269,6 +281,7 @@ def merge_kernel(
             new_peaks = new_peaks + (higher,)
             new_totals = new_totals + (total,)
             new_accs = new_accs + (acc,)
+        places = new_places
         peaks = new_peaks
         totals = new_totals
         accs = new_accs

@@ -6,7 +6,7 @@ constexpr int STEP_TOKENS = 64, PAGE = 16, PAGES = STEP_TOKENS / PAGE;
 constexpr int HALVES = DIM / 64;                   // swizzled rows are 128 bytes: 64 elements
 constexpr int HALF_BYTES = STEP_TOKENS * 128;      // 64 dimensions of a step's tokens
 constexpr int OPERAND_BYTES = HALVES * HALF_BYTES; // K or V of a step
-constexpr int KEY_SLOTS = 3 * 128 / DIM, VALUE_SLOTS = 4 * 128 / DIM;  // of a ring
+constexpr int KEY_SLOTS = RING_KEYS * 128 / DIM, VALUE_SLOTS = RING_VALUES * 128 / DIM;
 constexpr int SLOTS = KEY_SLOTS + VALUE_SLOTS;
 constexpr int THREADS = 384;                       // two consumer warpgroups, one of producers
 constexpr int RELEASES = 8;                        // warps that release a slot both read

@@ -132,22 +132,21 @@ static void share_pair(const pairing *in, const work *w, int32_t one, int32_t ot
         }
 }
 
-static int shares_enough(const planner *p, const pairing *in, const settings *set) {
+static int32_t longest_bin(const planner *p) {
     const piece *pieces = held(p, PIECES);
-    int64_t steps = 0, shared = 0;
     int32_t longest = 0, of_bin = 0;
     for (int32_t i = 0; i < p->size.pieces; i++) {
         of_bin = i && pieces[i].bin == pieces[i - 1].bin ? of_bin + pieces[i].steps : pieces[i].steps;
         longest = most(longest, of_bin);
-        steps += pieces[i].steps;
     }
-    for (int32_t i = 0; i < in->count; i++) shared += in->table[(int64_t)i * in->size + SHARED];
-    return longest >= set->least_steps && (double)shared >= set->least_share * (double)(steps ? steps : 1);
+    return longest;
 }
 
 status pair_bins(planner *p, const layout *in, const settings *set) {
     int64_t bins = set->bins, count = p->size.records;
     int32_t *memory, *table;
+    p->size.paired = longest_bin(p) >= set->least_steps;
+    if (!p->size.paired) return DONE;
     TAKE(memory, PAIR_WORK, 4 * bins + 1 + 2 * count);
     TAKE(table, PAIRED, count * p->size.record_size);
     pairing plan = {
@@ -174,6 +173,5 @@ status pair_bins(planner *p, const layout *in, const settings *set) {
     move_records(&plan, &w);
     for (int32_t place = 0; place + 1 < set->bins; place += 2)
         share_pair(&plan, &w, w.order[place], w.order[place + 1]);
-    p->size.paired = shares_enough(p, &plan, set);
     return DONE;
 }

@@ -54,7 +54,7 @@ static status plan_all(planner *p, const layout *in, const settings *set) {
     return found ? found : plan_pieces(p, in, set);
 }
 
-/* With pairs of bins where they share enough; else as if there were none. */
+/* With pairs of bins where these are long enough; else as if there were none. */
 static status plan_paired(planner *p, const layout *in, const settings *set) {
     settings paired = *set;
     status found;

@@ -30,7 +30,6 @@ typedef struct {
     int32_t split, longest_first, max_splits;
     int32_t piece_cost, merge_cost, slack, wide_cost;
     int32_t pair_wide_cost, least_steps; /* of paired bins; 0: none are paired */
-    double least_share;
 } settings;
 
 typedef struct {
@@ -70,7 +69,7 @@ status plan_rows(planner *p, const layout *in, const settings *set);
 status plan_streams(planner *p, const layout *in, const settings *set);
 status plan_pieces(planner *p, const layout *in, const settings *set);
 
-/* Puts bins together that read alike: codec_pairs.py. `size.paired`: enough of them do. */
+/* Puts bins together that read alike: codec_pairs.py. `size.paired`: the longest is long enough. */
 status pair_bins(planner *p, const layout *in, const settings *set);
 
 #define TAKE(variable, name, count)                                              \

@@ -22,16 +22,17 @@ from stemserve.kernels.codec_decode import LOG2E
 from stemserve.kernels.codec_division import Division, PieceCosts
 from stemserve.kernels.codec_growth import leaf_growth
 from stemserve.kernels.codec_hopper import (
+    DEEP,
     FILES,
     OFFSETS,
+    SHALLOW,
     HopperTree,
+    Rings,
     constants,
 )
 from stemserve.kernels.codec_host_tables import HostTables
 from stemserve.kernels.codec_native import NativePlanner
-from stemserve.kernels.codec_pairs import (
-    Pairing,
-)
+from stemserve.kernels.codec_pairs import Pairing
 from stemserve.kernels.codec_tables import DeviceTables
 from stemserve.kernels.cuda_program import SOURCES, TensorMap
 from stemserve.kernels.host_array import device_tensor, index_tensor
@@ -60,22 +61,22 @@ class EmulatedKernel:
         assert self._run(blocks, *addresses[:3]), "the threads wait for each other"
 
 
-def library(folder: Path, dim: int, dtype: torch.dtype) -> ctypes.CDLL:
-    path = folder / f"kernel-{dim}-{dtype}.so"
+def library(folder: Path, dim: int, dtype: torch.dtype, rings: Rings) -> ctypes.CDLL:
+    path = folder / f"kernel-{dim}-{dtype}-{rings.keys}.so"
     if not path.exists():
         source = folder / "kernel.cpp"
         parts = [HERE / "hopper_emulation.h", *(SOURCES / file for file in FILES[1:])]
         parts.append(HERE / "hopper_emulation.cpp")
         source.write_text("".join(part.read_text() for part in parts))
-        macros = [f"-D{name}={value}" for name, value in constants(dim, dtype).items()]
+        macros = [f"-D{name}={value}" for name, value in constants(dim, dtype, rings).items()]
         flags = ["-std=c++20", "-O2", "-fPIC", "-shared", "-w"]
         subprocess.run(["g++", *flags, *macros, "-o", path, source], check=True)
     return ctypes.CDLL(str(path))
 
 
 def plan_of(layout: AttentionLayout, group: int, bins: int) -> HostTables:
-    """Paired however little is shared."""
-    always = Pairing(least_share=0.0, least_steps=0)
+    """Paired however short the pieces are."""
+    always = Pairing(least_steps=0)
     return NativePlanner(group, bins, 0, PieceCosts(), Division(), always).plan(layout)
 
 
@@ -129,10 +130,17 @@ def check(
         torch.full(q.shape, torch.nan, dtype=dtype), torch.full(q.shape[:2], torch.nan)
     )
     scales = (shape.scale * LOG2E, 1.0)
-    kernel = EmulatedKernel(library(folder, dim, dtype))
-    tree = HopperTree(shape=shape, bins=bins, kernel=kernel, scales=scales)
+    shallow, deep = (EmulatedKernel(library(folder, dim, dtype, r)) for r in (SHALLOW, DEEP))
+    tree = HopperTree(shape=shape, bins=bins, shallow=shallow, deep=deep, scales=scales)
     assert tree.takes(tables, q, kv)
-    tree.read_tree(tables, partial, q, kv, state)
-    merge(host, partial, state)
-    assert_close(state, expected(layout, q, kv, shape), ERROR[dtype])
+    results: list[AttentionState] = []
+    for merges in (True, False):  # both depths of the rings, whatever the plan
+        tree.read_tree(tables, partial, q, kv, state, merges=merges)
+        merge(host, partial, state)
+        assert_close(state, expected(layout, q, kv, shape), ERROR[dtype])
+        results.append(AttentionState(state.out.clone(), state.lse.clone()))
+        for poisoned in (state.out, state.lse, partial.out, partial.lse):
+            poisoned.fill_(torch.nan)
+    assert torch.equal(results[0].out, results[1].out)
+    assert torch.equal(results[0].lse, results[1].lse)
     return host

@@ -106,11 +106,14 @@ def on_gpu(layout: AttentionLayout, heads: tuple[int, int, int], dtype: torch.dt
     fused = torch.randn((layout.num_rows, query_heads + 2 * kv_heads, dim)).to(dtype).to(DEVICE)
     q = fused[:, :query_heads]
     plan = decode.plan(layout)
-    plan.on_hopper = True  # however little is shared
+    plan.on_hopper = True  # however short the pieces are
     state = run_poisoned(decode, plan, q, kv)
     assert_close(state, expected(layout, q, kv, shape), ERROR[dtype])
     again = run_poisoned(decode, plan, q, kv)
     assert torch.equal(state.out, again.out) and torch.equal(state.lse, again.lse)
+    plan.merges = True  # the other depth of the rings, unless the plan merges
+    shallow = run_poisoned(decode, plan, q, kv)
+    assert torch.equal(state.out, shallow.out) and torch.equal(state.lse, shallow.lse)
 
 
 @pytest.mark.gpu

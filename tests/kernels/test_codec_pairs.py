@@ -2,12 +2,15 @@
 
 import numpy as np
 import pytest
+import torch
 
 pytest.importorskip("triton")
-from tests.kernels.codec_forests import layout_of, leaves_of, levels
+from tests.kernels.codec_checks import DEVICE, ERROR, assert_close, expected, run_poisoned
+from tests.kernels.codec_forests import layout_of, leaves_of, levels, random_kv
 from tests.kernels.emulated_hopper import plan_of
 from tests.kernels.test_codec_tiles import random_forest
 
+from stemserve.kernels.codec_decode import CodecDecode, DecodeNumbers
 from stemserve.kernels.codec_division import Division, PieceCosts
 from stemserve.kernels.codec_native import NativePlanner
 from stemserve.kernels.codec_pairs import (
@@ -18,6 +21,7 @@ from stemserve.kernels.codec_pairs import (
     Pairing,
 )
 from stemserve.kernels.codec_planner import Planner, numpy_paired
+from stemserve.kernels.layout import HeadShape
 
 
 @pytest.mark.parametrize(
@@ -66,7 +70,7 @@ def test_the_planner_in_c_pairs_bins_alike(seed: int) -> None:
     if seed % 2:
         nodes = random_forest(rng, int(rng.integers(1, 200)))
     layout = layout_of(nodes, leaves_of(nodes))
-    for pairing in (Pairing(wide=wide, least_share=0.0, least_steps=0), Pairing(wide=wide)):
+    for pairing in (Pairing(wide=wide, least_steps=0), Pairing(wide=wide)):
         native = NativePlanner(group, bins, 0, PieceCosts(), Division(), pairing)
         expected = numpy_paired(layout, group, bins, PieceCosts(), Division(), pairing)
         for _ in range(2):  # the second time in the memory of the first
@@ -80,13 +84,14 @@ def test_the_planner_in_c_pairs_bins_alike(seed: int) -> None:
     ("widths", "paired"),
     [
         (([1, 64], [8192, 256]), True),
-        (([1, 16, 32, 64, 256, 1024], [256, 128, 64, 16, 16, 16]), True),
-        (([1, 128], [8192, 2048]), False),
-        (([1, 16], [51200, 512]), False),
+        (([1, 16], [51200, 512]), True),
+        (([32], [8192]), True),
+        (([1, 64], [100, 60]), False),
+        (([1, 8], [2048, 30]), False),
     ],
     ids=str,
 )
-def test_plans_that_share_little_are_made_for_the_triton_kernel(
+def test_plans_of_short_pieces_are_made_for_the_triton_kernel(
     widths: tuple[list[int], list[int]], paired: bool
 ) -> None:
     nodes = levels(*widths)
@@ -98,4 +103,29 @@ def test_plans_that_share_little_are_made_for_the_triton_kernel(
         for pairing in (Pairing(), None)
     )
     assert pairing.paired == paired and not plain.paired
+    longest = np.bincount(pairing.pieces.bin, pairing.pieces.steps).max()
+    assert (longest >= Pairing().least_steps) == paired
     assert np.array_equal(pairing.records, plain.records) or paired
+
+
+@pytest.mark.parametrize("widths", [([1, 20], [700, 30]), ([1, 2, 4, 40], [300, 40, 16, 20])])
+def test_the_triton_kernel_reads_paired_bins_too(widths: tuple[list[int], list[int]]) -> None:
+    """Captured graphs of few rows have no other."""
+    nodes = levels(*widths)
+    layout = layout_of(nodes, leaves_of(nodes))
+    shape = HeadShape(query_heads=4, kv_heads=1, head_dim=32, scale=32**-0.5)
+    decode = CodecDecode(shape, DEVICE, DecodeNumbers(dtype=torch.float32), processors=4)
+    decode.planner = Planner(
+        group=4,
+        bins=4,
+        window=0,
+        costs=PieceCosts(),
+        division=Division(),
+        pairing=Pairing(least_steps=0),
+    )
+    plan = decode.plan(layout)
+    assert plan.on_hopper and plan.tables.host.records[:, SHARED].any()
+    kv = random_kv(layout, shape, torch.float32, DEVICE)
+    q = torch.randn((layout.num_rows, 4, 32), device=DEVICE)
+    state = run_poisoned(decode, plan, q, kv)
+    assert_close(state, expected(layout, q, kv, shape), ERROR[torch.float32])

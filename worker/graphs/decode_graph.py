@@ -67,7 +67,7 @@ class DecodeGraph:
     def capture(self, capture: Capture) -> None:
         """Afterwards `advance` and one of `end` are a decode step."""
         codec, ops = self._parts.codec, self._parts.model.ops
-        # Bins are put in pairs where several tiles read the same.
+        # Fewer rows than a tile has are as fast by the other kernel, which reads paired bins too.
         rows = self.shape.burst.rows
         wide = rows * codec.shape.group > TILE_ROWS
         for paired in (False, True) if wide and codec.hopper is not None else (False,):
@@ -81,12 +81,10 @@ class DecodeGraph:
 
     def advance(self, *, paired: bool) -> None:
         """To the final norm, with tables whose bins are paired, or not."""
-        self._advance[paired]()
+        self._advance[paired and paired in self._advance]()
 
     def misfit(self, host: HostTables, growth: Growth) -> str | None:
         """Why the graph cannot run the plan; None: it can."""
-        if host.paired not in self._advance:
-            return "no graph for pairs of bins was captured"
         return self.shape.misfit(host, growth)
 
     def _plan(self, *, paired: bool) -> DecodePlan:

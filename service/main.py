@@ -75,24 +75,7 @@ class _Core:
     """The objects between the RPC loop and the worker."""
 
     def __init__(self, config: ServiceConfig, launch: Callable[[], WorkerHost]) -> None:
-        limits = BatcherLimits(
-            max_queued_requests=config.limits.max_queued_requests,
-            max_queued_tokens=config.limits.max_queued_tokens,
-            max_queued_s=config.limits.max_queued_ms / 1e3,
-            max_burst_s=config.worker.max_burst_ms / 1e3,
-            drafts=DraftPolicy(
-                default_tokens=config.speculation.draft_tokens,
-                least_gain=config.speculation.least_gain,
-            ),
-            tenants={
-                name: TenantShare(
-                    weight=tenant.weight,
-                    requests_per_second=tenant.requests_per_second,
-                    tokens_per_second=tenant.tokens_per_second,
-                )
-                for name, tenant in config.tenants.items()
-            },
-        )
+        limits = _batcher_limits(config)
 
         def make_batcher(facts: WorkerFacts) -> Batcher:
             rows = config.limits.on(facts.device).max_step_tokens
@@ -130,6 +113,27 @@ class _Core:
         )
 
 
+def _batcher_limits(config: ServiceConfig) -> BatcherLimits:
+    return BatcherLimits(
+        max_queued_requests=config.limits.max_queued_requests,
+        max_queued_tokens=config.limits.max_queued_tokens,
+        max_queued_s=config.limits.max_queued_ms / 1e3,
+        max_burst_s=config.worker.max_burst_ms / 1e3,
+        drafts=DraftPolicy(
+            default_tokens=config.speculation.draft_tokens,
+            least_gain=config.speculation.least_gain,
+        ),
+        tenants={
+            name: TenantShare(
+                weight=tenant.weight,
+                requests_per_second=tenant.requests_per_second,
+                tokens_per_second=tenant.tokens_per_second,
+            )
+            for name, tenant in config.tenants.items()
+        },
+    )
+
+
 def run(
     config: ServiceConfig, model: Path, tokenizer: Tokenizer, *, announce: Callable[[Ready], None]
 ) -> None:
@@ -154,18 +158,7 @@ async def serve(
         call_status = CallStatus(
             core.metrics, default_deadline_s=config.server.default_deadline_s, watch=watch
         )
-        servers = Servers(
-            config.server,
-            limits=config.limits,
-            health=core.health,
-            interceptors=[
-                call_status,
-                *authentication(config.auth, config.tenants, core.metrics),
-                gate,
-            ],
-            credentials=server_credentials(config.tls),
-        )
-        servers.reflect(SERVICES)
+        servers = _servers(core, config, call_status, gate)
         port = stack.enter_context(metrics_port(config.server, core.registry))
         core.step_loop.start(deliver=core.engine.deliver, worker_lost=core.supervisor.worker_lost)
         stack.callback(core.step_loop.stop)
@@ -203,6 +196,24 @@ async def serve(
         collecting = asyncio.create_task(collect_when_idle(lambda: not core.engine.running_jobs))
         stack.callback(collecting.cancel)
         await _until_drained(core, signals, gate, config.server)
+
+
+def _servers(
+    core: _Core, config: ServiceConfig, call_status: CallStatus, gate: CallGate
+) -> Servers:
+    servers = Servers(
+        config.server,
+        limits=config.limits,
+        health=core.health,
+        interceptors=[
+            call_status,
+            *authentication(config.auth, config.tenants, core.metrics),
+            gate,
+        ],
+        credentials=server_credentials(config.tls),
+    )
+    servers.reflect(SERVICES)
+    return servers
 
 
 async def _until_drained(

@@ -1,6 +1,6 @@
 """Log-probabilities of tokens that samples ask for beside the one that they draw."""
 
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 
 import numpy as np
 import torch.nn.functional as F
@@ -33,9 +33,11 @@ class ReadTokens:
         if len(ids):
             self._ids[slot] = ids
 
-    def mask(self, masks: Sequence[TokenMask]) -> None:
-        """Masks of one step, instead of those of the one before."""
+    def mask(self, masks: Sequence[TokenMask]) -> Set[int]:
+        """Masks of one step, instead of those of the one before. Returns the slots that read their
+        mask: nobody uses what they draw, so that the mask is not for their logits."""
         self._masks = {mask.slot: mask for mask in masks if self._of_mask[mask.slot]}
+        return self._masks.keys()
 
     def counts(self, slots: Int32) -> Int32:  # [samples]
         counts = self._counts[slots]

@@ -95,8 +95,8 @@ class Sampler:
 
     def mask(self, masks: Sequence[TokenMask]) -> None:
         """What may be drawn in the next step; those of the step before are gone."""
-        self._edits.mask(masks)
-        self._read.mask(masks)
+        read = self._read.mask(masks)
+        self._edits.mask([mask for mask in masks if mask.slot not in read])
 
     @contextmanager
     def kept_on_error(self, samples: Samples) -> Generator[None]:

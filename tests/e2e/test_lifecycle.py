@@ -27,7 +27,8 @@ from stemserve.service.client_errors import ClientError
 StartServer = Callable[..., tuple["subprocess.Popen[str]", dict[str, int]]]
 Words = Callable[..., list[str]]
 LIKELIHOOD = inference_pb2.LogLikelihood()
-NAMES = ("", "stemserve.v1.Inference", "stemserve.v1.Prefixes", "stemserve.v1.Info")
+SERVICES = ("Inference", "Prefixes", "Tries", "Info")
+NAMES = ("", *(f"stemserve.v1.{name}" for name in SERVICES))
 
 
 def client_of(ports: dict[str, int], timeout_s: float = 60.0) -> Client:

@@ -20,6 +20,7 @@ from stemserve.service.client import Client
 from stemserve.service.client_channel import Access
 from stemserve.service.client_errors import ClientError, client_error
 from stemserve.service.client_tries import MESSAGE_SEQUENCES, MESSAGE_TEXT
+from stemserve.service.config import ServerConfig
 from stemserve.service.limits import Limits
 
 Upload = tries_pb2.UploadTrieRequest
@@ -139,13 +140,32 @@ async def test_other_sequences_under_an_id_already_exist() -> None:
         assert refused.value.code is grpc.StatusCode.ALREADY_EXISTS
 
 
+async def pausing() -> AsyncGenerator[Upload, None]:
+    yield Upload(texts=["a"])
+    await asyncio.sleep(60)
+
+
+async def test_an_upload_has_the_default_deadline_of_calls() -> None:
+    config = ServerConfig(default_deadline_s=0.1)
+    async with serving(byte_engine(), server_config=config) as served:
+        stub: Any = tries_pb2_grpc.TriesStub(served.channel)
+        with pytest.raises(grpc.aio.AioRpcError, match="the default here") as refused:
+            await stub.UploadTrie(pausing())
+        assert refused.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+        await until(lambda: served.metric("trie_bytes") == 0)
+
+
+async def test_bytes_that_are_no_message_are_the_clients_fault() -> None:
+    async with serving(byte_engine()) as served:
+        channel: Any = served.channel
+        call = channel.stream_unary("/stemserve.v1.Tries/UploadTrie")
+        with pytest.raises(grpc.aio.AioRpcError, match="not a message of its type") as refused:
+            await call(iter([b"\xff" * 9]))
+        assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+
+
 async def test_a_pause_in_an_upload_ends_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(trie_upload, "LONGEST_PAUSE_S", 0.05)
-
-    async def pausing() -> AsyncGenerator[Upload, None]:
-        yield Upload(texts=["a"])
-        await asyncio.sleep(60)
-
     async with serving(byte_engine()) as served:
         stub: Any = tries_pb2_grpc.TriesStub(served.channel)
         with pytest.raises(grpc.aio.AioRpcError, match="no message of the upload") as refused:

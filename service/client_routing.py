@@ -60,7 +60,8 @@ def _key(request: Message) -> str:
     match request:
         case inference_pb2.ScoreRequest():
             first = request.contexts[0] if request.contexts else inference_pb2.Context()
-            return _context_key(first) or _text_key(request.query)
+            text = request.query or _head(request.chat)
+            return _context_key(first) or _text_key(text)
         case inference_pb2.GenerateRequest():
             return _context_key(request.prompt, head=True) or _text_key(_head(request.chat))
         case info_pb2.ExplainRequest():

@@ -259,6 +259,8 @@ class ScoreRequest(google.protobuf.message.Message):
     PRIORITY_FIELD_NUMBER: builtins.int
     KERNEL_FIELD_NUMBER: builtins.int
     PARTIAL_RESULTS_FIELD_NUMBER: builtins.int
+    CHAT_FIELD_NUMBER: builtins.int
+    ITEM_MARKER_FIELD_NUMBER: builtins.int
     request_id: builtins.str
     query: builtins.str
     """Simple form: one text that all items continue. Not together with contexts, unless item_first."""
@@ -274,6 +276,10 @@ class ScoreRequest(google.protobuf.message.Message):
     partial_results: builtins.bool
     """When the deadline comes first, answer with the items that are scored by then; each other item gets the error
     DEADLINE_EXCEEDED. Without it the whole call fails. Has no effect on a call without a deadline.
+    """
+    item_marker: builtins.str
+    """Stands once in a content of the chat's messages: each item comes in its place, and labels and classes are read after what
+    the template writes behind it. Empty: the items continue the chat, as an answer would.
     """
     @property
     def contexts(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___Context]: ...
@@ -293,6 +299,12 @@ class ScoreRequest(google.protobuf.message.Message):
     def log_likelihood(self) -> Global___LogLikelihood: ...
     @property
     def classification(self) -> Global___Classification: ...
+    @property
+    def chat(self) -> Global___Chat:
+        """Instead of query and contexts: messages that the model's chat template writes. The text of a special token in them and in
+        the items stays text.
+        """
+
     def __init__(
         self,
         *,
@@ -311,9 +323,11 @@ class ScoreRequest(google.protobuf.message.Message):
         priority: builtins.int = ...,
         kernel: Global___Kernel.ValueType = ...,
         partial_results: builtins.bool = ...,
+        chat: Global___Chat | None = ...,
+        item_marker: builtins.str = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["_truncate_item_tokens", b"_truncate_item_tokens", "classification", b"classification", "item_tokens", b"item_tokens", "label_probabilities", b"label_probabilities", "log_likelihood", b"log_likelihood", "mode", b"mode", "truncate_item_tokens", b"truncate_item_tokens"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_truncate_item_tokens", b"_truncate_item_tokens", "classification", b"classification", "contexts", b"contexts", "item_context", b"item_context", "item_first", b"item_first", "item_tokens", b"item_tokens", "items", b"items", "kernel", b"kernel", "label_probabilities", b"label_probabilities", "log_likelihood", b"log_likelihood", "mode", b"mode", "partial_results", b"partial_results", "priority", b"priority", "query", b"query", "request_id", b"request_id", "top_n", b"top_n", "truncate_item_tokens", b"truncate_item_tokens"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["_truncate_item_tokens", b"_truncate_item_tokens", "chat", b"chat", "classification", b"classification", "item_tokens", b"item_tokens", "label_probabilities", b"label_probabilities", "log_likelihood", b"log_likelihood", "mode", b"mode", "truncate_item_tokens", b"truncate_item_tokens"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_truncate_item_tokens", b"_truncate_item_tokens", "chat", b"chat", "classification", b"classification", "contexts", b"contexts", "item_context", b"item_context", "item_first", b"item_first", "item_marker", b"item_marker", "item_tokens", b"item_tokens", "items", b"items", "kernel", b"kernel", "label_probabilities", b"label_probabilities", "log_likelihood", b"log_likelihood", "mode", b"mode", "partial_results", b"partial_results", "priority", b"priority", "query", b"query", "request_id", b"request_id", "top_n", b"top_n", "truncate_item_tokens", b"truncate_item_tokens"]) -> None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_truncate_item_tokens", b"_truncate_item_tokens"]) -> typing.Literal["truncate_item_tokens"] | None: ...
     @typing.overload

@@ -1,7 +1,7 @@
 """Token ids of the messages of a chat."""
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, TypeVar
 
@@ -10,6 +10,7 @@ from stemserve.service.calls.chat_validation import check_kwargs, read_json
 from stemserve.service.calls.wire_tokens import check_known
 from stemserve.service.errors import InvalidRequest
 from stemserve.service.limits import Limits
+from stemserve.service.packed_tokens import PackedTokens
 from stemserve.service.request import Int32
 from stemserve.service.text.chat_encoder import ChatEncoder
 from stemserve.service.text.chat_marks import CUT
@@ -37,15 +38,41 @@ class ChatPrompts:
 
     async def encode(self, field: str, chat: inference_pb2.Chat) -> Int32:
         """Raises RequestError."""
+        encoder = self._pool.tokenizer.chat_encoder
+        write = partial(_write, chat, encoder, self._renderer_of(field))
+        written = await self._in_turn(write, characters=chat.ByteSize())
+        return await self._tokens(field, written, at_front=True)
+
+    async def encode_around(
+        self, field: str, chat: inference_pb2.Chat, marker: str
+    ) -> tuple[Int32, Int32]:
+        """What the template writes before the marker, and behind it. Raises RequestError."""
+        encoder = self._pool.tokenizer.chat_encoder
+        write = partial(_write_around, chat, marker, encoder, self._renderer_of(field))
+        before, behind = await self._in_turn(write, characters=chat.ByteSize())
+        return (
+            await self._tokens(field, before, at_front=True),
+            await self._tokens(field, behind, at_front=False),
+        )
+
+    async def encode_items(self, field: str, texts: Sequence[str]) -> PackedTokens:
+        """Texts in a chat: special tokens in them stay text. Raises RequestError."""
+        encode = partial(self._pool.tokenizer.chat_encoder.encode_texts, texts)
+        packed = await self._pool.run(encode, characters=sum(map(len, texts)))
+        check_known(field, packed.tokens, self._vocab_size)
+        return packed
+
+    async def _tokens(self, field: str, written: str, *, at_front: bool) -> Int32:
+        encode = partial(self._pool.tokenizer.chat_encoder.encode, written, at_front=at_front)
+        tokens = await self._pool.run(encode, characters=len(written))
+        return check_known(field, tokens, self._vocab_size)
+
+    def _renderer_of(self, field: str) -> ChatRenderer:
         if self._renderer is None:
             raise InvalidRequest(
                 field, "this model has no chat template; write the prompt and send it as text"
             )
-        encoder = self._pool.tokenizer.chat_encoder
-        write = partial(_write, chat, encoder, self._renderer)
-        written = await self._in_turn(write, characters=chat.ByteSize())
-        tokens = await self._pool.run(partial(encoder.encode, written), characters=len(written))
-        return check_known(field, tokens, self._vocab_size)
+        return self._renderer
 
     async def _in_turn(self, work: Callable[[], T], *, characters: int) -> T:
         """A caller that leaves does not end its turn: the thread is still there."""
@@ -74,12 +101,33 @@ def _write(chat: inference_pb2.Chat, encoder: ChatEncoder, renderer: ChatRendere
     variables = encoder.texts.hide(_variables(chat, encoder))
     if chat.continue_final_message:
         variables["messages"][-1]["content"] = _with_cut(variables["messages"][-1]["content"])
+    written = _rendered(variables, encoder, renderer)
+    return _cut(written, chat.messages[-1].content) if chat.continue_final_message else written
+
+
+def _write_around(
+    chat: inference_pb2.Chat, marker: str, encoder: ChatEncoder, renderer: ChatRenderer
+) -> tuple[str, str]:
+    variables = encoder.texts.hide(_variables(chat, encoder))
+    for index, message in enumerate(chat.messages):
+        before, found, behind = message.content.partition(marker)
+        if found:
+            around = encoder.texts.hide([before, behind])
+            variables["messages"][index]["content"] = CUT.join(around)
+    parts = _rendered(variables, encoder, renderer).split(CUT)
+    if len(parts) != 2:
+        raise InvalidRequest(
+            "item_marker", f"the model's chat template shows that message {len(parts) - 1} times"
+        )
+    return parts[0], parts[1]
+
+
+def _rendered(variables: dict[str, Any], encoder: ChatEncoder, renderer: ChatRenderer) -> str:
     try:
-        written = renderer.render(variables)
+        return renderer.render(variables)
     except InvalidRequest as refusal:
         problem = encoder.texts.restore(refusal.problem).replace(CUT, "")
         raise InvalidRequest(refusal.field, problem) from refusal
-    return _cut(written, chat.messages[-1].content) if chat.continue_final_message else written
 
 
 def _variables(chat: inference_pb2.Chat, encoder: ChatEncoder) -> dict[str, Any]:

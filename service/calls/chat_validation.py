@@ -15,9 +15,33 @@ KINDS: Mapping[type, str] = {dict: "object", list: "array"}
 
 
 def check_chat(request: inference_pb2.GenerateRequest, limits: Limits) -> None:
-    chat, prompt = request.chat, request.prompt
+    prompt = request.prompt
     if prompt.prefix_id or prompt.WhichOneof("continuation"):
         raise InvalidRequest("prompt", "cannot be given together with chat")
+    _check_messages(request.chat, limits)
+
+
+def check_score_chat(request: inference_pb2.ScoreRequest, limits: Limits) -> None:
+    """Of a request with a chat, or an item_marker."""
+    if not request.HasField("chat"):
+        raise InvalidRequest("item_marker", "needs a chat in which it stands")
+    for field in ("query", "contexts", "item_first"):
+        if getattr(request, field):
+            raise InvalidRequest(field, "cannot be given together with chat")
+    _check_messages(request.chat, limits)
+    marker = request.item_marker
+    if not marker:
+        return
+    if request.chat.continue_final_message:
+        raise InvalidRequest("item_marker", "cannot be given together with continue_final_message")
+    found = sum(message.content.count(marker) for message in request.chat.messages)
+    if found != 1:
+        raise InvalidRequest(
+            "item_marker", f"{marker!r} stands {found} times in the contents of chat.messages"
+        )
+
+
+def _check_messages(chat: inference_pb2.Chat, limits: Limits) -> None:
     if not chat.messages:
         raise InvalidRequest("chat.messages", "there are none")
     limit = limits.max_chat_messages
@@ -36,11 +60,6 @@ def check_chat(request: inference_pb2.GenerateRequest, limits: Limits) -> None:
         )
     if not chat.messages[-1].content.strip():
         raise InvalidRequest("chat.continue_final_message", "the last message has no content")
-
-
-def chat_characters(chat: inference_pb2.Chat) -> int:
-    messages = sum(len(m.role) + len(m.content) + len(m.fields) for m in chat.messages)
-    return messages + len(chat.tools) + len(chat.chat_template_kwargs)
 
 
 def check_kwargs(kwargs: dict[str, Any]) -> None:

@@ -12,6 +12,7 @@ from stemserve.service.calls.prefix_registry import PrefixRegistry, RegisteredPr
 from stemserve.service.calls.validation import check_tokens
 from stemserve.service.calls.wire_tokens import TOKEN_BYTES, check_known, decode_tokens
 from stemserve.service.limits import Limits
+from stemserve.service.packed_tokens import PackedTokens
 from stemserve.service.request import NO_TRUNK, Int32, Trunk
 from stemserve.service.text.tokenizer import TokenizerPool
 
@@ -76,6 +77,18 @@ class ContextEncoder:
         tokens = await self._chats.encode(field, chat)
         check_tokens(field, len(tokens), self._limits)
         return EncodedContext(tokens=tokens, trunk=NO_TRUNK)
+
+    async def encode_around(
+        self, field: str, chat: inference_pb2.Chat, marker: str
+    ) -> tuple[EncodedContext, Int32]:
+        """A chat up to the marker, and what its template writes behind it."""
+        before, behind = await self._chats.encode_around(field, chat, marker)
+        check_tokens(field, len(before) + len(behind), self._limits)
+        return EncodedContext(tokens=before, trunk=NO_TRUNK), behind
+
+    async def encode_items(self, field: str, texts: Sequence[str]) -> PackedTokens:
+        """Items of a chat."""
+        return await self._chats.encode_items(field, texts)
 
     def _prefix(self, context: inference_pb2.Context, caller: Caller) -> RegisteredPrefix | None:
         return self._prefixes.use(caller, context.prefix_id) if context.prefix_id else None

@@ -4,9 +4,10 @@ import math
 
 from stemserve.proto.v1 import inference_pb2
 from stemserve.service.calls.beam_validation import check_beams
-from stemserve.service.calls.chat_validation import chat_characters, check_chat
+from stemserve.service.calls.chat_validation import check_chat
 from stemserve.service.calls.generate_counts import new_tokens, sample_count
 from stemserve.service.calls.validation import (
+    chat_characters,
     check_characters,
     check_count,
     check_id,

@@ -8,6 +8,7 @@ from numpy.typing import NDArray
 
 from stemserve.proto.v1 import inference_pb2
 from stemserve.service.caller import Caller
+from stemserve.service.calls.chat_validation import check_score_chat
 from stemserve.service.calls.context_encoder import NO_TOKENS, ContextEncoder, EncodedContext
 from stemserve.service.calls.score_call import Problem, ScoreCall
 from stemserve.service.calls.validation import (
@@ -53,10 +54,11 @@ class ScoreEncoder:
         """Raises RequestError. An item that is too long is an error of the item; the call is
         refused when a context leaves no room for any item, or every item is too long."""
         check_score(request, self._limits, self._facts, most_items=most_items)
+        if request.HasField("chat") or request.item_marker:
+            check_score_chat(request, self._limits)
         check_priority(request.priority, caller)
-        contexts = await self._context_tokens(request, caller)
+        contexts, query = await self._around(request, caller)
         items = await self._items(request)
-        query = await self._query(request)
         labels = await self._labels(request.label_probabilities)
         count = len(items)
         item_context = (
@@ -90,6 +92,20 @@ class ScoreEncoder:
         )
         return find_problems(call, self._facts.context_tokens)
 
+    async def _around(
+        self, request: inference_pb2.ScoreRequest, caller: Caller
+    ) -> tuple[tuple[EncodedContext, ...], Int32]:
+        """The contexts, and what is read after each item."""
+        if not request.HasField("chat"):
+            return await self._context_tokens(request, caller), await self._query(request)
+        if not request.item_marker:
+            return (await self._contexts.encode_chat("chat", request.chat),), NO_TOKENS
+        before, behind = await self._contexts.encode_around(
+            "chat", request.chat, request.item_marker
+        )
+        # A likelihood is the item's own: nothing is read behind it.
+        return (before,), NO_TOKENS if request.HasField("log_likelihood") else behind
+
     async def _context_tokens(
         self, request: inference_pb2.ScoreRequest, caller: Caller
     ) -> tuple[EncodedContext, ...]:
@@ -100,7 +116,7 @@ class ScoreEncoder:
     async def _items(self, request: inference_pb2.ScoreRequest) -> PackedTokens:
         vocab_size = self._facts.vocab_size
         if request.items:
-            items = await self._pool.encode_continuations(request.items)
+            items = await self._texts(request)
             check_known("items", items.tokens, vocab_size)
         else:
             items = decode_packed("item_tokens", request.item_tokens, vocab_size)
@@ -108,6 +124,11 @@ class ScoreEncoder:
             return items
         kept = min(request.truncate_item_tokens, self._facts.context_tokens)
         return items.heads(np.full(len(items), kept, dtype=np.int32))
+
+    async def _texts(self, request: inference_pb2.ScoreRequest) -> PackedTokens:
+        if request.HasField("chat"):
+            return await self._contexts.encode_items("items", request.items)
+        return await self._pool.encode_continuations(request.items)
 
     async def _query(self, request: inference_pb2.ScoreRequest) -> Int32:
         if not request.item_first:

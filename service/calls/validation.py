@@ -29,7 +29,8 @@ def check_score(
     _check_contexts(request, limits)
     _check_items(request, limits)
     _check_labels(request.label_probabilities, limits)
-    characters, token_bytes = len(request.query), len(request.item_tokens.tokens)
+    characters = len(request.query) + chat_characters(request.chat)
+    token_bytes = len(request.item_tokens.tokens)
     for context in request.contexts:
         characters += len(context.text)
         token_bytes += len(context.tokens)
@@ -91,6 +92,11 @@ def check_characters(characters: int, limits: Limits) -> None:
             f"the call has {characters} characters of text, more than max_text_characters "
             f"({limits.max_text_characters})",
         )
+
+
+def chat_characters(chat: inference_pb2.Chat) -> int:
+    messages = sum(len(m.role) + len(m.content) + len(m.fields) for m in chat.messages)
+    return messages + len(chat.tools) + len(chat.chat_template_kwargs)
 
 
 def check_lm_head(facts: WorkerFacts) -> None:

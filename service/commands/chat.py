@@ -1,4 +1,4 @@
-"""The options of generate that make a chat."""
+"""The options of generate and score that make a chat."""
 
 import json
 from dataclasses import dataclass
@@ -40,7 +40,7 @@ class ChatOptions:
     chat: str | None
     tools: str | None
     kwargs: str | None
-    continue_final: bool
+    continue_final: bool = False
 
     def request(self) -> inference_pb2.Chat | None:
         """None without --chat."""

@@ -18,6 +18,7 @@ from stemserve.service.commands.call import (
     Timeout,
     call,
 )
+from stemserve.service.commands.chat import Chat, ChatKwargs, ChatOptions, Tools
 from stemserve.service.commands.options import (
     Contexts,
     Items,
@@ -36,6 +37,9 @@ from stemserve.service.commands.options import (
 from stemserve.service.commands.plain_json import as_json
 from stemserve.service.commands.usage import usage_line
 
+ItemMarker = Annotated[
+    str, typer.Option(metavar="TEXT", help="With --chat: where in a message the items stand.")
+]
 ItemFirst = Annotated[
     bool,
     typer.Option(
@@ -81,6 +85,10 @@ def score(
     labels: Labels = None,
     classify: Classify = False,
     item_first: ItemFirst = False,
+    chat: Chat = None,
+    tools: Tools = None,
+    chat_kwargs: ChatKwargs = None,
+    item_marker: ItemMarker = "",
     apply_softmax: Softmax = False,
     temperature: Temperature = 0.0,
     token_logprobs: TokenLogprobs = False,
@@ -96,7 +104,8 @@ def score(
     """Score many items that continue one text, or several.
 
     With --labels: the probability of each label after the item. Without: the log-likelihood of the
-    item itself. Several contexts: every item is scored with each of them.
+    item itself. Several contexts: every item is scored with each of them. With --chat the items
+    continue a chat, or stand in a message of it, where --item-marker does.
 
     The exit code is 1 if no item could be scored.
 
@@ -113,6 +122,10 @@ def score(
         item_first=item_first,
     )
     request = sequences.request()
+    messages = ChatOptions(chat=chat, tools=tools, kwargs=chat_kwargs).request()
+    if messages is not None:
+        request.chat.CopyFrom(messages)
+    request.item_marker = item_marker
     if labels is not None:
         request.label_probabilities.labels.extend(read_labels(labels))
         request.label_probabilities.apply_softmax = apply_softmax

@@ -1,6 +1,7 @@
 """Token ids of a chat that a template has written."""
 
 import json
+from collections.abc import Sequence
 from functools import cached_property
 from typing import Any
 
@@ -8,6 +9,7 @@ import numpy as np
 import tokenizers
 
 from stemserve.service.errors import InvalidRequest
+from stemserve.service.packed_tokens import PackedTokens, pack
 from stemserve.service.request import Int32
 from stemserve.service.text.chat_marks import NEUTRAL, SURROGATES, SpecialTexts
 
@@ -21,21 +23,29 @@ class ChatEncoder:
         self._specials = {i: token.content for i, token in added.items() if token.special}
         self.texts = SpecialTexts(self._specials.values())
 
-    def encode(self, written: str) -> Int32:
-        """Of text with stand-ins (chat_marks.py)."""
+    def encode(self, written: str, *, at_front: bool = True) -> Int32:
+        """Of text with stand-ins (chat_marks.py), at the front of a sequence or behind another."""
         neutral = SURROGATES.sub(NEUTRAL, written)
         encoding = self._front.encode(neutral, add_special_tokens=False)
-        if neutral == written:
+        if neutral == written and at_front:
             return np.array(encoding.ids, dtype=np.int32)
         ids, end = list[int](), 0
         for token_id, (start, stop) in zip(encoding.ids, encoding.offsets, strict=True):
             # A tokenizer may also give its special "unknown" token to any character.
             if self._specials.get(token_id) == neutral[start:stop].strip():
-                ids += self._plain(written[end:start], at_front=not end)
+                ids += self._plain(written[end:start], at_front=at_front and not end)
                 ids.append(token_id)
                 end = stop
-        ids += self._plain(written[end:], at_front=not end)
+        ids += self._plain(written[end:], at_front=at_front and not end)
         return np.array(ids, dtype=np.int32)
+
+    def encode_texts(self, texts: Sequence[str]) -> PackedTokens:
+        """Of texts that follow others, without any special token. Raises InvalidRequest."""
+        encoder = self._plain_encoders[1]
+        encodings = encoder.encode_batch_fast(list(texts), add_special_tokens=False)
+        for text, encoding in zip(texts, encodings, strict=True):
+            self._check_plain(encoding.ids, text)
+        return pack([np.array(encoding.ids, dtype=np.int32) for encoding in encodings])
 
     def _plain(self, part: str, *, at_front: bool) -> list[int]:
         """As between two special tokens, but without any in it."""
@@ -44,13 +54,16 @@ class ChatEncoder:
         encoder = self._plain_encoders[0 if at_front else 1]
         text = self.texts.restore(part)
         ids: list[int] = encoder.encode(text, add_special_tokens=False).ids
-        for token_id in ids:
-            special = self._specials.get(token_id)
-            if special is not None and special in text:
-                raise InvalidRequest(
-                    "chat", f"this model's tokenizer cannot write {special!r} as text"
-                )
+        self._check_plain(ids, text)
         return ids
+
+    def _check_plain(self, ids: Sequence[int], text: str) -> None:
+        for token_id in self._specials.keys() & ids:
+            if self._specials[token_id] in text:
+                raise InvalidRequest(
+                    "chat",
+                    f"this model's tokenizer cannot write {self._specials[token_id]!r} as text",
+                )
 
     @cached_property
     def _plain_encoders(self) -> tuple[tokenizers.Tokenizer, tokenizers.Tokenizer]:

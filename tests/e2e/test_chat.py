@@ -4,11 +4,13 @@ import subprocess
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
+import numpy as np
 import pytest
 from tests.e2e.oracle import Oracle
 from tests.reference_models import default_reference
 
 from stemserve.proto.v1 import inference_pb2, prefixes_pb2
+from stemserve.service.chat_request import chat_request
 from stemserve.service.client import Client
 from stemserve.service.client_results import GenerateStep
 from stemserve.service.text.tokenizer_files import load_tokenizer
@@ -51,3 +53,24 @@ async def test_a_chat_is_answered_as_transformers_answers_it_and_finds_its_regis
     usage = steps[-1].usage
     assert usage is not None
     assert usage.cached_tokens == start
+
+
+async def test_items_in_a_message_are_judged_as_in_the_text_that_the_template_writes(
+    client: Client,
+) -> None:
+    question = "Is this an animal? Answer yes or no.\n{item}"
+    messages = [MESSAGES[0], {"role": "user", "content": question}]
+    items = ["The horse", "A table", "Whales"]
+    mode = inference_pb2.LabelProbabilities(labels=["Yes", "No"])
+    chat = inference_pb2.ScoreRequest(chat=chat_request(messages), item_marker="{item}")
+    found = await client.score(items, mode, options=chat)
+    before = f"{SYSTEM}<|im_start|>user\n{question.removesuffix('{item}')}"
+    as_text = await client.score(
+        items,
+        mode,
+        query="<|im_end|>\n<|im_start|>assistant\n",
+        contexts=[inference_pb2.Context(text=before)],
+        options=inference_pb2.ScoreRequest(item_first=True),
+    )
+    assert np.abs(found.scores - as_text.scores).max() < 1e-4
+    assert found.label_mass.min() > 0.2

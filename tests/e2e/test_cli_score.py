@@ -64,3 +64,21 @@ def test_score_fails_only_if_no_item_could_be_scored(run: Run, address: str) -> 
         assert failed.returncode == 1
         assert "no context to be predicted from" in failed.stdout
         assert run(*words, "--item", "abc").returncode == 0
+
+
+@pytest.mark.parametrize(
+    ("words", "problem"),
+    [
+        (("--chat", "Judge {item}", "--item-marker", "{item}"), "chat: this model has no chat"),
+        (("--chat", "Judge", "--item-marker", "{item}"), "item_marker: '{item}' stands 0 times"),
+        (("--item-marker", "{item}"), "item_marker: needs a chat"),
+        (("--chat", "Judge", "--query", "q"), "query: cannot be given together with chat"),
+        (("--chat-kwargs", "{}"), "go with --chat"),
+    ],
+)
+def test_score_says_what_is_wrong_with_a_chat(
+    run: Run, address: str, words: tuple[str, ...], problem: str
+) -> None:
+    done = run("score", "--server", address, "--item", "x", *words)
+    assert done.returncode in (1, 2)
+    assert problem in " ".join(done.stderr.split())

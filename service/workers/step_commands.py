@@ -101,7 +101,8 @@ class Inbox:
         self._commands: deque[Command] = deque()
         self._calls: SimpleQueue[None] = SimpleQueue()
         self._work: Work | None = None
-        self.is_busy = False  # a step is in flight; the step loop says so
+        # The step loop says so: a step is in flight; as many are as may be.
+        self.is_busy = self.is_full = False
 
     def put(self, command: Command) -> None:
         self._commands.append(command)

@@ -116,7 +116,11 @@ class StepLoop:
         while (command := self._inbox.next()) is not None:
             self._guard(partial(self._take, command))
         self._guard(self._go_on)
-        self._inbox.is_busy = self._attached is not None and len(self._attached.sent) > 0
+        in_flight = 0 if self._attached is None else len(self._attached.sent)
+        self._inbox.is_busy = in_flight > 0
+        self._inbox.is_full = (
+            self._attached is not None and in_flight >= self._attached.steps_in_flight
+        )
         if self._events:
             events, self._events = self._events, []
             self._deliver(events)

@@ -39,7 +39,9 @@ from stemserve.service.workers.step_commands import (
 from stemserve.service.workers.token_stream import MAX_UNREAD_TOKENS, TokenStream
 
 PREDICT_TIMEOUT_S = 30.0
-GATHER_S = 0.001  # that a job waits for others while a step runs; a result ends it
+# That a job waits for others while a step runs; a result ends it.
+GATHER_S = 0.002
+REFUSE_S = 0.01  # where no step can be planned before a result: it may be refused
 MESSAGES_A_SECOND = 2_500  # of all streams; each costs this process some 60 us
 LOADING = "the model is loading; retry in a moment"
 DRAINING = "the server is shutting down; retry on another one"
@@ -187,7 +189,8 @@ class ThreadedEngine:
         if self._inbox.is_busy:
             if not self._is_gathering:
                 self._is_gathering = True
-                self._loop.call_later(GATHER_S, self._call_step_loop)
+                wait_s = REFUSE_S if self._inbox.is_full else GATHER_S
+                self._loop.call_later(wait_s, self._call_step_loop)
         elif not self._is_work_due:
             self._is_work_due = True
             # Of all jobs: nothing that it logs belongs to the call that happens to bring it.

@@ -13,8 +13,9 @@ def pages_for(tokens: int, page_size: int) -> int:
 def table_slots(table: Int32, start: int, stop: int, page_size: int) -> Int32:
     """Where the KV of positions start .. stop - 1 is kept: page * page_size + offset."""
     first = start // page_size
-    starts = table[first : pages_for(stop, page_size)] * np.int32(page_size)
-    slots: Int32 = (starts[:, None] + np.arange(page_size, dtype=np.int32)).ravel()
+    starts: Int32 = table[first : pages_for(stop, page_size)] * page_size
+    inside: Int32 = np.arange(page_size, dtype=np.int32)
+    slots: Int32 = (starts[:, None] + inside).ravel()
     return slots[start - first * page_size : stop - first * page_size]
 
 

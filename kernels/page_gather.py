@@ -29,7 +29,7 @@ class TokenScratch:
     ) -> None:
         self.max_tokens = max_tokens
         self._heads = (shape.kv_heads, shape.head_dim)
-        self._device = device
+        self.device = device
         self._dtype = dtype
         self._kv = self._allocate(0)
 
@@ -50,7 +50,7 @@ class TokenScratch:
         return self._kv[0, :tokens], self._kv[1, :tokens]
 
     def _allocate(self, tokens: int) -> Tensor:
-        return torch.empty(2, tokens, *self._heads, dtype=self._dtype, device=self._device)
+        return torch.empty(2, tokens, *self._heads, dtype=self._dtype, device=self.device)
 
 
 class TokenCopy:

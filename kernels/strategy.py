@@ -1,5 +1,7 @@
 """The surface that every attention strategy has, and the names of the strategies."""
 
+from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any, Protocol, runtime_checkable
@@ -105,12 +107,27 @@ class Work:
 
 
 @runtime_checkable
+class CountsFallbacks(Protocol):
+    """A strategy that has a faster and a slower way to launch the same."""
+
+    fallbacks: Counter[str]  # launches in the slower way, by reason; strategies may share one
+
+
+class LayerKVs(Protocol):
+    def __call__(self, layer: int) -> LayerKV: ...
+
+
+@runtime_checkable
 class PlacesResults(Protocol):
     """A strategy whose results need no copy to where they are wanted."""
 
-    def run_at(self, plan: Any, q: Tensor, kv: LayerKV, out: Tensor) -> None:
-        """As `run`, with the result in the first rows of `out`: [room, query_heads, head_dim],
-        contiguous, with room for all rows of q. What is behind them may be overwritten."""
+    def bound(self, plan: Any, q: Tensor, kv: LayerKVs, out: Tensor) -> Callable[[int], None]:
+        """What runs a layer, by its number, on tensors that all layers share but for their pages.
+
+        As `run`, with the result in the first rows of `out`: [room, query_heads, head_dim],
+        contiguous, with room for all rows of q. What is behind them may be overwritten. For one
+        stream, and as long as the tensors last.
+        """
         ...
 
 

@@ -76,4 +76,4 @@ REASONS = ("cost_model", "forced", "fallback", "only", "graph")
 FALLBACK = "fallback"
 FALLBACKS = ("refused", "withheld", "lacking")
 GRAPH_PATHS = ("decode_graph", "pieces")
-GRAPH_FALLBACKS = ("rows", "plan", "dropped")
+GRAPH_FALLBACKS = ("rows", "plan", "dropped", "launcher")

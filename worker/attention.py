@@ -1,9 +1,10 @@
 """The attention of one step: every group with its strategy."""
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from functools import cache, partial
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -42,8 +43,8 @@ class StepAttention:
         )
         self._placing: PlacesResults | None = None
         strategy = self.groups[0].choice.strategy
-        if self._is_one_group and isinstance(strategy, PlacesResults):
-            self._placing = strategy
+        if self._is_one_group and _places_results(type(strategy)):
+            self._placing = cast(PlacesResults, strategy)
 
     def __call__(
         self,
@@ -60,19 +61,30 @@ class StepAttention:
             out[rows] = self._run(group, layer, q[rows], k[rows], v[rows])
         return out
 
-    def into(
+    def bound(
         self,
-        layer: int,
-        heads: Heads,  # [rows, heads, head_dim] each
+        heads: Heads,  # [rows, heads, head_dim] each, of every layer
         out: Tensor,  # [room, query_heads, head_dim], contiguous
-    ) -> None:
-        """The result in the first rows of `out`; what is behind them may be overwritten."""
+    ) -> Callable[[int], None]:
+        """What runs a layer: the result in the first rows of `out`; what is behind them may be
+        overwritten."""
         if self._placing is None:
-            out[: len(heads.q)].copy_(self(layer, *heads))
-            return
-        group, kv = self.groups[0], self._kv(layer, heads.k, heads.v)
-        with group.clock:
-            self._placing.run_at(group.plan, heads.q, kv, out)
+
+            def run_apart(layer: int) -> None:
+                out[: len(heads.q)].copy_(self(layer, *heads))
+
+            return run_apart
+        group = self.groups[0]
+        kv = partial(self._kv, k=heads.k, v=heads.v)
+        run = self._placing.bound(group.plan, heads.q, kv, out)
+        if not group.is_timed:
+            return run
+
+        def run_timed(layer: int) -> None:
+            with group.clock:
+                run(layer)
+
+        return run_timed
 
     def _run(self, group: PlannedGroup, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         with group.clock:
@@ -80,6 +92,11 @@ class StepAttention:
 
     def _kv(self, layer: int, k: Tensor, v: Tensor) -> LayerKV:
         return LayerKV(self._pool.k_pages(layer), self._pool.v_pages(layer), k, v)
+
+
+@cache
+def _places_results(kind: type) -> bool:
+    return issubclass(kind, PlacesResults)
 
 
 def _plan(choice: Choice, device: torch.device, timed: bool) -> PlannedGroup:

@@ -2,6 +2,7 @@
 
 import logging
 import threading
+from collections import Counter
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
@@ -10,7 +11,7 @@ import numpy as np
 
 from stemserve.kernels.layout import AttentionLayout
 from stemserve.kernels.pricing.engine_cost import Cost
-from stemserve.kernels.strategy import TORCH, Kernel, Phase, Strategy, Work
+from stemserve.kernels.strategy import TORCH, CountsFallbacks, Kernel, Phase, Strategy, Work
 from stemserve.proto.v1 import inference_pb2
 from stemserve.worker.choice_reason import Fallback, Reason
 from stemserve.worker.layout import (
@@ -115,6 +116,13 @@ class Dispatcher:
         self._fallbacks_logged: set[str] = set()
         self._lock = threading.Lock()  # predictions are asked for while steps run
         self.fallbacks = 0
+        counting = [of for of in strategies.values() if isinstance(of, CountsFallbacks)]
+        self._slow_launches = list({id(of.fallbacks): of.fallbacks for of in counting}.values())
+
+    @property
+    def slow_launches(self) -> Counter[str]:
+        """Of all strategies, by reason."""
+        return sum(self._slow_launches, Counter[str]())
 
     def choose(self, step: Step) -> list[Choice]:
         """The step's groups: trees with the same verdict are one group."""

@@ -111,7 +111,8 @@ class ModelRunner:
         return ran
 
     def _new_fallbacks(self) -> Counter[tuple[str, str]]:
-        counts = Counter({("pieces", why): n for why, n in self._forward.fallbacks.items()})
+        pieces = self._forward.fallbacks + self._dispatcher.slow_launches
+        counts = Counter({("pieces", why): n for why, n in pieces.items()})
         if self._decoder is not None:
             counts.update({("decode_graph", why): n for why, n in self._decoder.fallbacks.items()})
         new, self._reported = counts - self._reported, counts

@@ -1,10 +1,11 @@
 """Cascade and split prefill by the dense kernel: a launch a stage, whatever the forest."""
 
 import logging
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from operator import is_
-from typing import Any
+from functools import partial
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -26,7 +27,7 @@ from stemserve.kernels.host_array import device_tensor
 from stemserve.kernels.layout import AttentionLayout, HeadShape
 from stemserve.kernels.merge import RowMerge
 from stemserve.kernels.page_gather import TokenCopy, TokenScratch
-from stemserve.kernels.strategy import Kernel, Phase, Work
+from stemserve.kernels.strategy import Kernel, LayerKVs, Phase, Work
 
 log = logging.getLogger(__name__)
 
@@ -43,24 +44,43 @@ class DenseStage:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class FixedLaunch:
-    """What layers with the same tensors have in common."""
-
-    sources: Sources
-    matrices: Sequence[Matrix]
-    target: AttentionState
-
-    def is_for(self, sources: Sources, out: Tensor) -> bool:
-        return out is self.target.out and all(map(is_, self.sources, sources))
-
-
-@dataclass(slots=True, kw_only=True)
 class DensePlan:
     work: Work
     stages: list[DenseStage]
     copy: TokenCopy | None
     partial_rows: int
-    fixed: FixedLaunch | None = None  # of the layer before
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DenseLayers:
+    """Attention of a step's layers. Launches may know of tensors by their addresses only."""
+
+    plan: DensePlan
+    matrices: Sequence[Matrix]
+    target: AttentionState
+    kv: LayerKVs
+    launches: Sequence[Callable[[], None]]
+
+    def __call__(self, layer: int) -> None:
+        if self.plan.copy is not None:
+            self.plan.copy.run(self.kv(layer))
+        for launch in self.launches:
+            launch()
+
+
+class Launcher(Protocol):
+    """See DenseLauncher."""
+
+    processors: int
+    fallbacks: Counter[str]
+
+    def launch(
+        self, tables: DeviceTiles, matrices: Sequence[Matrix], target: AttentionState
+    ) -> None: ...
+
+    def bound(
+        self, tables: DeviceTiles, matrices: Sequence[Matrix], target: AttentionState
+    ) -> Callable[[], None]: ...
 
 
 class DenseAttention:
@@ -69,14 +89,15 @@ class DenseAttention:
     phase = Phase.PREFILL
 
     def __init__(
-        self, kernel: Kernel, shape: HeadShape, device: torch.device, scratch: TokenScratch
+        self, kernel: Kernel, shape: HeadShape, launcher: Launcher, scratch: TokenScratch
     ) -> None:
         self.kernel = kernel
-        self._device = device
+        self._device = scratch.device
         self._shape = shape
         self._scratch = scratch
-        self._launcher = DenseLauncher(shape, device)
-        ctas = self._launcher.processors
+        self._launcher = launcher
+        self.fallbacks = launcher.fallbacks
+        ctas = launcher.processors
         self._host = DenseHost(kernel=kernel, query_heads=shape.query_heads, ctas=ctas)
         packs = kernel is Kernel.CASCADE  # all that the planner in C does
         self._native = _native(shape, ctas) if packs else None
@@ -115,20 +136,22 @@ class DenseAttention:
             return target
         return AttentionState(target.out[:rows], target.lse[:rows])
 
-    def run_at(self, plan: DensePlan, q: Tensor, kv: LayerKV, out: Tensor) -> None:
-        """Partial results go behind the rows, where there is room.
+    def bound(self, plan: DensePlan, q: Tensor, kv: LayerKVs, out: Tensor) -> Callable[[int], None]:
+        """Partial results go behind the rows, where there is room."""
 
-        Made for layers that have the same tensors, with other numbers.
-        """
         if len(q) + plan.partial_rows > len(out):
-            out[: len(q)].copy_(self.run(plan, q, kv).out)
-            return
-        sources, fixed = self._sources(plan, q, kv), plan.fixed
-        if fixed is None or not fixed.is_for(sources, out):
-            target = self._target(q, out)
-            fixed = FixedLaunch(sources=sources, matrices=sources.matrices(), target=target)
-            plan.fixed = fixed
-        self._launch(plan, fixed.matrices, kv, fixed.target)
+            return partial(self._run_apart, plan, q, kv, out)
+        target = self._target(q, out)
+        matrices = self._sources(plan, q, kv(0)).matrices()
+        launches: list[Callable[[], None]] = []
+        for stage in plan.stages:
+            launches.append(self._launcher.bound(stage.tiles, matrices, target))
+            if stage.merge is not None:
+                launches.append(partial(stage.merge.run, target, target))
+        return DenseLayers(plan=plan, matrices=matrices, target=target, kv=kv, launches=launches)
+
+    def _run_apart(self, plan: DensePlan, q: Tensor, kv: LayerKVs, out: Tensor, layer: int) -> None:
+        out[: len(q)].copy_(self.run(plan, q, kv(layer)).out)
 
     def _target(self, q: Tensor, out: Tensor) -> AttentionState:
         return AttentionState(out, q.new_empty(len(out), q.shape[1], dtype=torch.float32))
@@ -188,6 +211,6 @@ def dense_strategies(
         return []
     token_bytes = 2 * shape.kv_heads * shape.head_dim * dtype.itemsize
     scratch = TokenScratch(shape, device, dtype, max_tokens=SCRATCH_BYTES // token_bytes)
-    return [
-        DenseAttention(kernel, shape, device, scratch) for kernel in (Kernel.CASCADE, Kernel.SPLIT)
-    ]
+    launcher = DenseLauncher(shape, device)
+    kernels = (Kernel.CASCADE, Kernel.SPLIT)
+    return [DenseAttention(kernel, shape, launcher, scratch) for kernel in kernels]

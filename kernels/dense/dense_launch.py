@@ -1,7 +1,10 @@
 """Launches the dense kernel: Q, K and V as TMA descriptors, and the kernel compiled once."""
 
-from collections.abc import Sequence
+import logging
+from collections import Counter
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -13,6 +16,9 @@ from stemserve.kernels.attention_state import AttentionState
 from stemserve.kernels.dense import dense_gluon
 from stemserve.kernels.dense.dense_tables import BLOCK_TOKENS, TILE_ROWS
 from stemserve.kernels.layout import HeadShape
+from stemserve.kernels.raw_launch import CannotRecord, current_stream, record
+
+log = logging.getLogger(__name__)
 
 KERNELS: Any = dense_gluon  # untyped: device code
 LAYOUT: Any = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
@@ -53,6 +59,7 @@ class Matrix(NamedTuple):
     shape: list[int]
     strides: list[int]
     padding: str
+    round_f32_to_tf32: bool = False
 
     @classmethod
     def of(cls, tensor: Tensor) -> "Matrix":
@@ -79,34 +86,58 @@ class DenseLauncher:
         cuda: Any = torch.cuda  # partly untyped
         self.processors: int = cuda.get_device_properties(device).multi_processor_count
         self._compiled: dict[torch.dtype, Any] = {}
+        self._is_slow = False  # Triton launches in a way that is not known here
+        self.fallbacks: Counter[str] = Counter()  # launches laid out anew, by reason
 
     def launch(
         self, tables: DeviceTiles, matrices: Sequence[Matrix], target: AttentionState
     ) -> None:
         """`matrices`: the sources, in their order."""
-        shape = self._shape
-        ctas, rounds = tables.items.shape[:2]
-        others = (
-            target.out,
-            target.lse,
-            tables.row_first,
-            tables.row_seen,
-            tables.items,
-            tables.blocks,
-            rounds,
-            shape.scale * LOG2E,
-        )
-        constants = (shape.query_heads, shape.kv_heads, shape.head_dim, STAGES[shape.head_dim])
-        grid = (ctas, 1, 1)
+        arguments = self._arguments(tables, matrices, target)
+        grid = (len(tables.items), 1, 1)
         compiled = self._compiled.get(target.out.dtype)
         if compiled is not None:
-            compiled[grid](*matrices, *others, *constants)
+            compiled[grid](*arguments)
             return
         rows = (TILE_ROWS // 2, *([BLOCK_TOKENS] * (len(matrices) - 1)))
         descriptors = [
-            matrix.descriptor(block, shape.head_dim)
+            matrix.descriptor(block, self._shape.head_dim)
             for matrix, block in zip(matrices, rows, strict=True)
         ]
         self._compiled[target.out.dtype] = KERNELS.dense_kernel[grid](
-            *descriptors, *others, *constants, num_warps=WARPS, maxnreg=REGISTERS
+            *descriptors, *arguments[len(descriptors) :], num_warps=WARPS, maxnreg=REGISTERS
+        )
+
+    def bound(
+        self, tables: DeviceTiles, matrices: Sequence[Matrix], target: AttentionState
+    ) -> Callable[[], None]:
+        """`launch` of these, laid out once; whoever calls it keeps them.
+
+        Where that cannot be, each launch is laid out anew, and counts as a fallback.
+        """
+        launch = partial(self.launch, tables, matrices, target)
+        compiled = self._compiled.get(target.out.dtype)
+        if compiled is None:  # once the first is launched
+            return launch
+        if self._is_slow:
+            self.fallbacks["launcher"] += 1
+            return launch
+        try:
+            arguments = self._arguments(tables, matrices, target)
+            stream = current_stream(target.out)
+            return record(compiled, len(tables.items), arguments, stream).bound()
+        except CannotRecord as error:
+            log.warning("attention is launched by Triton, which takes the host longer: %s", error)
+            self._is_slow = True
+            return launch
+
+    def _arguments(
+        self, tables: DeviceTiles, matrices: Sequence[Matrix], target: AttentionState
+    ) -> tuple[Any, ...]:
+        shape = self._shape
+        return (
+            *matrices,
+            *(target.out, target.lse, tables.row_first, tables.row_seen),
+            *(tables.items, tables.blocks, tables.items.shape[1], shape.scale * LOG2E),
+            *(shape.query_heads, shape.kv_heads, shape.head_dim, STAGES[shape.head_dim]),
         )

@@ -181,9 +181,14 @@ def test_results_are_put_where_they_are_wanted(layout: AttentionLayout, room: in
     inputs = random_inputs(layout, shape, 5, dtype)
     plan, q, kv = known.plan(layout), inputs.q.to(CUDA), on_gpu(inputs.kv)
     out = torch.full((len(q) + room, *q.shape[1:]), torch.nan, dtype=dtype, device=CUDA)
-    for factor in (1.0, 0.5):
-        q.mul_(factor)  # the same tensors with other numbers, as of another layer
+    pages = [(kv.k_pages, kv.v_pages), (kv.k_pages * 0.5, kv.v_pages * 0.5)]
+    layers = [LayerKV(*of_layer, kv.k_rows, kv.v_rows) for of_layer in pages]
+    known.run(plan, q, kv)  # compiled: what follows is launched as it was laid out once
+    run = known.bound(plan, q, lambda layer: layers[layer], out)
+    for layer, factor in ((0, 1.0), (1, 0.5), (0, 0.5)):
+        q.mul_(factor)  # the same tensors with other numbers
         kv.v_rows.mul_(factor)
-        known.run_at(plan, q, kv, out)
-        expected = known.run(known.plan(layout), q, kv)
+        run(layer)
+        expected = known.run(known.plan(layout), q, layers[layer])
         torch.testing.assert_close(out[: len(q)], expected.out, atol=0, rtol=0)
+    assert not known.fallbacks

@@ -40,10 +40,10 @@ class StaticRows:
         )
 
 
-class AttendInto(Protocol):
-    """Attention of all rows of the step in one layer; see StepAttention."""
+class BindsAttention(Protocol):
+    """Attention of all rows of the step; see StepAttention."""
 
-    def into(self, layer: int, heads: Heads, out: Tensor) -> None: ...
+    def bound(self, heads: Heads, out: Tensor) -> Callable[[int], None]: ...
 
 
 class Pieces:
@@ -59,13 +59,17 @@ class Pieces:
         self.room = room
         self._replays = replays
 
-    def run(self, rows: int, attend: AttendInto) -> None:
+    def run(self, rows: int, attend: BindsAttention) -> None:
         """From the first residual to the result of the last attention, and the last residual."""
         heads = Heads(*(part[:rows] for part in self.static.heads))
         out = self.room.view(len(self.room), *heads.q.shape[1:])
-        for layer, replay in enumerate(self._replays):
+        first, *others = self._replays
+        first()
+        run_attention = attend.bound(heads, out)  # while the device begins
+        run_attention(0)
+        for layer, replay in enumerate(others, 1):
             replay()
-            attend.into(layer, heads, out)
+            run_attention(layer)
 
 
 class PiecewiseModel:
@@ -109,7 +113,7 @@ class PiecewiseModel:
     def run(
         self,
         token_ids: Tensor,  # [rows]
-        attend: AttendInto,
+        attend: BindsAttention,
         bucket: int,
     ) -> None:
         """Up to the result of the last attention, and the last residual.

@@ -25,10 +25,14 @@ _Rows = slice | Tensor
 class PlannedGroup:
     choice: Choice
     plan: Any
-    work: Work
     rows: _Rows  # of the step
     clock: "Clock"
     is_timed: bool
+
+    @property
+    def work(self) -> Work:
+        work: Work = self.plan.work
+        return work
 
 
 class StepAttention:
@@ -105,7 +109,6 @@ def _plan(choice: Choice, device: torch.device, timed: bool) -> PlannedGroup:
     return PlannedGroup(
         choice=choice,
         plan=plan,
-        work=plan.work,
         rows=_on_device(rows, device),
         clock=make_clock(device, timed),
         is_timed=timed,

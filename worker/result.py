@@ -17,6 +17,8 @@ from stemserve.worker.sampler import Drawn
 from stemserve.worker.scorer import Readout, Scores
 from stemserve.worker.step import Step
 
+NOBODY = np.empty(0, np.intp)  # rows
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupCost:
@@ -40,6 +42,9 @@ class RanStep:
     def failed_rows(self) -> NDArray[np.integer]:
         """Rows with logits, class scores or draws that are not finite."""
         scores, readout = self.scores, self.readout
+        failed = (scores.failed_gathered, scores.failed_classified)
+        if not (scores.draws or any(some.numpy().any() for some in failed)):
+            return NOBODY
         kept = (
             readout.gathered[scores.failed_gathered.numpy()],
             readout.classify_rows[scores.failed_classified.numpy()],
@@ -63,18 +68,11 @@ class LaunchedStep:
         return self.step.step_id
 
     def result(self) -> worker_pb2.StepResult:
-        """Waits for the device."""
-        if self.span is not None:
-            self.span.wait()
-        first = self.ran[0].scores  # a burst has nothing but draws
-        reports = [_group_report(group) for ran in self.ran for group in ran.groups]
+        """Waits for the device, with what can be done before it is done."""
+        groups = [group for ran in self.ran for group in ran.groups]
+        reports = [_group_report(group) for group in groups]
         result = worker_pb2.StepResult(
             step_id=self.step.step_id,
-            gather_logprobs=encode_float32(first.gather_logprobs.numpy()),
-            gather_argmax=encode_int32(first.gather_argmax.numpy()),
-            class_scores=encode_float32(first.class_scores.numpy()),
-            groups=reports if len(self.ran) == 1 else _added_up(reports),
-            step_seconds=time.perf_counter() - self.started,
             fallbacks=[
                 worker_pb2.Fallback(path=path, reason=reason, count=count)
                 for (path, reason), count in self.fallbacks.items()
@@ -82,17 +80,30 @@ class LaunchedStep:
             trees=self.step.num_trees,
         )
         if self.span is not None:
+            self.span.wait()
             result.device_seconds = self.span.seconds
             result.device_idle_seconds = self.span.idle_seconds
+        for report, group in zip(reports, groups, strict=True):
+            report.actual_seconds = group.planned.clock.seconds()
+        result.groups.extend(reports if len(self.ran) == 1 else _added_up(reports))
+        self._set_scores(result)
+        result.step_seconds = time.perf_counter() - self.started
+        return result
+
+    def _set_scores(self, result: worker_pb2.StepResult) -> None:
+        first = self.ran[0].scores  # a burst has nothing but draws
+        result.gather_logprobs = encode_float32(first.gather_logprobs.numpy())
+        result.gather_argmax = encode_int32(first.gather_argmax.numpy())
+        result.class_scores = encode_float32(first.class_scores.numpy())
         samples = len(self.step.samples.rows)
         draws = [
             (sub_step * samples + some, drawn)
             for sub_step, ran in enumerate(self.ran)
             for some, drawn in ran.scores.draws
         ]
-        _set_samples(result, draws, len(self.ran) * samples)
+        if samples:
+            _set_samples(result, draws, len(self.ran) * samples)
         result.failed_rows = encode_int32(self._failed_rows())
-        return result
 
     def _failed_rows(self) -> NDArray[np.integer]:
         if len(self.ran) == 1:
@@ -165,6 +176,5 @@ def _group_report(cost: GroupCost) -> worker_pb2.GroupReport:
         kv_read_bytes=cost.kv_read_bytes,
         kv_avoided_bytes=cost.kv_avoided_bytes,
         predicted_seconds=cost.predicted_seconds,
-        actual_seconds=cost.planned.clock.seconds(),
         fallback=choice.fallback,
     )

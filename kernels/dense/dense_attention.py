@@ -45,10 +45,14 @@ class DenseStage:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DensePlan:
-    work: Work
+    packed: PackedPlan
     stages: list[DenseStage]
     copy: TokenCopy | None
     partial_rows: int
+
+    @property
+    def work(self) -> Work:
+        return self.packed.work
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -117,12 +121,12 @@ class DenseAttention:
     def plan(self, layout: AttentionLayout) -> DensePlan:
         packed = self._packed(layout)
         joined = device_tensor(packed.joined, self._device)
-        sources = packed.sources.device(joined)
         copy = None
-        if len(sources):
+        if packed.sources.shape[0]:
+            sources = packed.sources.flat(joined)
             copy = TokenCopy(sources, *self._scratch.tokens(len(sources)))
         return DensePlan(
-            work=packed.work,
+            packed=packed,
             stages=[self._stage(packed, stage, joined) for stage in packed.stages],
             copy=copy,
             partial_rows=packed.partial_rows,
@@ -179,9 +183,9 @@ class DenseAttention:
     def _stage(self, packed: PackedPlan, stage: PackedStage, joined: Tensor) -> DenseStage:
         tiles = DeviceTiles(
             items=stage.items.device(joined),
-            blocks=stage.blocks.device(joined),
-            row_first=packed.row_first.device(joined),
-            row_seen=packed.row_seen.device(joined),
+            blocks=stage.blocks.flat(joined),
+            row_first=packed.row_first.flat(joined),
+            row_seen=packed.row_seen.flat(joined),
         )
         merge = None
         if stage.targets.shape[0]:

@@ -34,7 +34,7 @@ class DeviceTiles:
     """See dense_tables; every tensor starts at a multiple of `ALIGNMENT`."""
 
     items: Tensor  # [ctas, items, ITEM_FIELDS]
-    blocks: Tensor
+    blocks: Tensor  # [blocks * BLOCK_FIELDS]
     row_first: Tensor
     row_seen: Tensor
 

@@ -113,7 +113,12 @@ class NativeDense:
             (size["tiles"], TILE_FIELDS),
         ]
         sources, first, seen, items, blocks, parts, targets, tiles = place_tables(shapes)
-        read = [(tiles.host(joined), size["partial_rows"], size["tokens_read"])]
+        copied, read = size["sources"], (size["partial_rows"], size["tokens_read"])
+
+        def work() -> Work:
+            stages = [(tiles.host(joined), *read)] if tiles.shape[0] else []
+            return Work(parts=tuple(work_parts(copied, stages)))
+
         stage = PackedStage(items=items, blocks=blocks, parts=parts, targets=targets)
         return PackedPlan(
             joined=joined,
@@ -122,7 +127,7 @@ class NativeDense:
             row_seen=seen,
             stages=[stage] if size["tiles"] else [],
             partial_rows=size["partial_rows"],
-            work=Work(parts=tuple(work_parts(size["sources"], read if size["tiles"] else []))),
+            make_work=work,
         )
 
     def _check(self, status: int) -> None:

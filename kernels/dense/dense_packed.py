@@ -1,7 +1,8 @@
 """All tables of a plan in one array, which goes to the device in one copy."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from math import prod
 from typing import NamedTuple
 
@@ -26,7 +27,11 @@ class Place(NamedTuple):
         return joined[self.start : self.start + prod(self.shape)].reshape(self.shape)
 
     def device(self, joined: Tensor) -> Tensor:
-        return joined[self.start : self.start + prod(self.shape)].view(self.shape)
+        return self.flat(joined).view(self.shape)
+
+    def flat(self, joined: Tensor) -> Tensor:
+        """For who reads it by its address."""
+        return joined.narrow(0, self.start, prod(self.shape))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,7 +42,7 @@ class PackedStage:
     targets: Place  # [merged rows]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class PackedPlan:
     joined: Int32
     sources: Place  # [copied tokens]
@@ -45,7 +50,12 @@ class PackedPlan:
     row_seen: Place  # [rows]
     stages: Sequence[PackedStage]
     partial_rows: int
-    work: Work
+    make_work: Callable[[], Work]
+
+    @cached_property
+    def work(self) -> Work:
+        """Nobody waits for it before the step is launched."""
+        return self.make_work()
 
 
 def place_tables(shapes: Sequence[tuple[int, ...]]) -> list[Place]:
@@ -80,5 +90,5 @@ def pack(host: HostPlan, query_heads: int, ctas: int) -> PackedPlan:
             for items, blocks, parts, targets in zip(*[iter(tables)] * 4, strict=True)
         ],
         partial_rows=host.partial_rows,
-        work=host.work,
+        make_work=lambda: host.work,
     )

@@ -1,18 +1,26 @@
 """What the attention of replayed decode steps read: it is known from the plan, not timed."""
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 import numpy as np
 
 from stemserve.kernels.codec_decode import host_work
 from stemserve.kernels.codec_host_tables import HostTables
-from stemserve.kernels.strategy import Phase, Strategy
+from stemserve.kernels.strategy import Phase, Strategy, Work
 from stemserve.worker.attention import Clock, PlannedGroup
 from stemserve.worker.choice_reason import Reason
 from stemserve.worker.dispatch import Choice
 from stemserve.worker.graphs.padded_burst import PaddedBurst
 from stemserve.worker.layout import AttentionGroup
 from stemserve.worker.result import GroupCost
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _HostPlan:
+    """As much of a plan as a report reads."""
+
+    work: Work
 
 
 def group_costs(
@@ -30,8 +38,7 @@ def group_costs(
     )
     planned = PlannedGroup(
         choice=choice,
-        plan=None,
-        work=host_work(host),
+        plan=_HostPlan(work=host_work(host)),
         rows=rows,
         clock=Clock(),
         is_timed=False,

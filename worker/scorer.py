@@ -14,6 +14,7 @@ from stemserve.worker.models.chunked_gather import LOGIT_BUFFER_BYTES, between, 
 from stemserve.worker.models.layer_ops import Gathered
 from stemserve.worker.sampler import Drawn, Sampler
 from stemserve.worker.step import Step
+from stemserve.worker.step_reads import Gathers
 from stemserve.worker.transfer import to_host
 
 NOBODY = np.empty(0, np.int64)  # rows or tokens
@@ -68,6 +69,8 @@ class Scores:
 
 def plan_readout(step: Step) -> Readout:
     gathers, samples = step.gathers, step.samples
+    if not (len(samples.rows) or len(step.classify_rows)) and _ascends(gathers.rows):
+        return _gathers_only(gathers)
     gathered, gather_rows = _distinct(gathers.rows)
     sampled, sample_rows = _distinct(samples.rows)
     read, _ = _distinct(np.concatenate((gathered, sampled, step.classify_rows)))
@@ -83,9 +86,29 @@ def plan_readout(step: Step) -> Readout:
     )
 
 
+def _gathers_only(gathers: Gathers) -> Readout:
+    """Of rows in order, each once."""
+    rows = gathers.rows.astype(np.intp)
+    places = np.arange(len(rows))
+    nobody = places[:0]
+    return Readout(
+        rows=rows,
+        gathered=places,
+        sampled=nobody,
+        classify_rows=nobody,
+        gather_rows=places,
+        id_rows=places.repeat(gathers.indptr[1:] - gathers.indptr[:-1]),
+        sample_rows=nobody,
+    )
+
+
+def _ascends(rows: NDArray[np.integer]) -> bool:
+    return bool((rows[1:] > rows[:-1]).all())
+
+
 def _distinct(rows: NDArray[np.integer]) -> tuple[NDArray[np.integer], NDArray[np.intp]]:
     """The rows ascending, each once, and where each of `rows` is there: mostly as they are."""
-    if (rows[1:] > rows[:-1]).all():
+    if _ascends(rows):
         return rows, np.arange(len(rows))
     return np.unique(rows, return_inverse=True)
 

@@ -66,6 +66,8 @@ def _rough(layout: AttentionLayout) -> Signature:
 
 
 def _depth(layout: AttentionLayout) -> int:
+    if layout.num_nodes == 1:
+        return int((layout.segment_node == 0).any())
     depth, nodes = 0, layout.segment_node
     while len(nodes := np.unique(nodes[nodes >= 0])):
         depth, nodes = depth + 1, layout.node_parent[nodes]

@@ -34,7 +34,10 @@ log = logging.getLogger(__name__)
 DTYPES = (torch.float16, torch.bfloat16)
 CAPABILITY = 9  # major: the kernel's instructions are Hopper's alone
 SCRATCH_BYTES = 1 << 30  # of copied K and V; what would copy more is refused
+PLANS_KEPT = 32  # tables of 10 to 500 KiB each
 MOST_STREAMS = 1024  # tiles of so many prefixes are hardly filled, and planning them takes long
+
+Shape = tuple[bytes, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,13 +106,15 @@ class DenseAttention:
         self.fallbacks = launcher.fallbacks
         ctas = launcher.processors
         self._host = DenseHost(kernel=kernel, query_heads=shape.query_heads, ctas=ctas)
+        self._kept: dict[Shape, DensePlan] = {}
         packs = kernel is Kernel.CASCADE  # all that the planner in C does
         self._native = _native(shape, ctas) if packs else None
 
     def refusal(self, layout: AttentionLayout) -> str | None:
-        nodes = np.unique(layout.segment_node[layout.segment_rows > 0])
-        if len(nodes) > MOST_STREAMS:
-            return f"the rows are below {len(nodes)} nodes, the limit is {MOST_STREAMS}"
+        if layout.num_nodes >= MOST_STREAMS:  # and one more without stored tokens
+            nodes = np.unique(layout.segment_node[layout.segment_rows > 0])
+            if len(nodes) > MOST_STREAMS:
+                return f"the rows are below {len(nodes)} nodes, the limit is {MOST_STREAMS}"
         tokens = int(layout.node_tokens.sum(dtype=np.int64))
         limit = self._scratch.max_tokens
         copied = f"{tokens} tokens would be copied, the limit is {limit}"
@@ -119,6 +124,17 @@ class DenseAttention:
         return self._packed(layout).work
 
     def plan(self, layout: AttentionLayout) -> DensePlan:
+        """A plan without a copy reads the step's own rows only, whatever pages there are, and is
+        kept for the next layout of the same shape."""
+        shape = _shape_of(layout)
+        plan = self._kept.pop(shape, None) or self._new_plan(layout)
+        if plan.copy is None:
+            if len(self._kept) >= PLANS_KEPT:
+                del self._kept[next(iter(self._kept))]  # the one that was not used for longest
+            self._kept[shape] = plan
+        return plan
+
+    def _new_plan(self, layout: AttentionLayout) -> DensePlan:
         packed = self._packed(layout)
         joined = device_tensor(packed.joined, self._device)
         copy = None
@@ -192,6 +208,13 @@ class DenseAttention:
             parts, targets = stage.parts.device(joined), stage.targets.device(joined)
             merge = RowMerge(self._shape, parts, targets)
         return DenseStage(tiles=tiles, merge=merge)
+
+
+def _shape_of(layout: AttentionLayout) -> Shape:
+    """All of a layout but its pages."""
+    nodes = (layout.node_parent, layout.node_tokens)
+    segments = (layout.segment_indptr, layout.segment_node, layout.segment_is_item)
+    return tuple(array.tobytes() for array in (*nodes, *segments))
 
 
 def _native(shape: HeadShape, ctas: int) -> NativeDense | None:

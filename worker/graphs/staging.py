@@ -37,6 +37,8 @@ class Staging:
         for part in parts:
             target[part].copy_(buffer[part], non_blocking=True)
         if target.is_cuda:
-            event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            event = self._sent[self._turn]
+            if event is None:
+                event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+                self._sent[self._turn] = event
             event.record()
-            self._sent[self._turn] = event

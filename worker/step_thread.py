@@ -1,9 +1,10 @@
-"""The one thread that launches steps, in the order in which their plans came."""
+"""Launches steps one at a time, in the order in which their plans came."""
 
 import logging
 import queue
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from types import TracebackType
 from typing import Self
 
@@ -23,7 +24,11 @@ Outcome = Launched | worker_pb2.StepResult  # the latter for a step that failed
 
 
 class StepThread:
-    """While another thread fetches the result of one step, the next is launched here."""
+    """While another thread fetches the result of one step, the next is launched here.
+
+    On a GPU by the thread that brings the plan, which saves waking another: a launch is short. On a
+    CPU a launch is the step, and a thread of its own has them, so that plans are still read.
+    """
 
     def __init__(
         self,
@@ -41,10 +46,12 @@ class StepThread:
         self._move_cache = move_cache
         self._on_device_lost = on_device_lost
         self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._turn = threading.Lock()  # of who launches, on a GPU
         self._thread = threading.Thread(target=self._run, name="steps")
 
     def __enter__(self) -> Self:
-        self._thread.start()
+        if not self._runner.uses_gpu:
+            self._thread.start()
         return self
 
     def __exit__(
@@ -53,8 +60,9 @@ class StepThread:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        self._jobs.put(None)
-        self._thread.join()
+        if not self._runner.uses_gpu:
+            self._jobs.put(None)
+            self._thread.join()
 
     def submit(
         self,
@@ -66,11 +74,27 @@ class StepThread:
             if is_wanted():
                 deliver(self._launch(plan))
 
-        self._jobs.put(job)
+        self._add(job)
 
     def after_all(self, call: Callable[[], None]) -> None:
         """Call once everything that was submitted before has been delivered."""
-        self._jobs.put(call)
+        self._add(call)
+
+    def _add(self, job: Callable[[], None]) -> None:
+        self._jobs.put(job)
+        if not self._runner.uses_gpu:
+            return
+        # Who finds the turn taken leaves the job to its holder, who looks again after giving it up.
+        while not self._jobs.empty() and self._turn.acquire(blocking=False):
+            try:
+                self._work_off()
+            finally:
+                self._turn.release()
+
+    def _work_off(self) -> None:
+        with suppress(queue.Empty):
+            while (job := self._jobs.get_nowait()) is not None:
+                job()
 
     def _run(self) -> None:
         while (job := self._next_job()) is not None:

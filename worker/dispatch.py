@@ -5,7 +5,7 @@ import threading
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import numpy as np
 
@@ -14,6 +14,7 @@ from stemserve.kernels.pricing.engine_cost import Cost
 from stemserve.kernels.strategy import TORCH, CountsFallbacks, Kernel, Phase, Strategy, Work
 from stemserve.proto.v1 import inference_pb2
 from stemserve.worker.choice_reason import Fallback, Reason
+from stemserve.worker.launch_costs import LaunchCosts, Strategies, StrategyCosts
 from stemserve.worker.layout import (
     AttentionGroup,
     Candidate,
@@ -26,8 +27,6 @@ from stemserve.worker.shape_signature import Signature, signature
 from stemserve.worker.step import Step
 
 log = logging.getLogger(__name__)
-
-Strategies = Mapping[tuple[Phase, Kernel], Strategy]
 
 CHOICES_KEPT = 4096  # shapes whose choice is remembered
 
@@ -42,12 +41,6 @@ KERNEL_CODES: Mapping[Kernel, inference_pb2.Kernel.ValueType] = {
     Kernel.CODEC: inference_pb2.KERNEL_CODEC,
 }
 KERNELS = {int(code): kernel for kernel, code in KERNEL_CODES.items()}
-
-
-class StrategyCosts(Protocol):
-    def strategy_cost(
-        self, phase: Phase, kernel: Kernel, layout: AttentionLayout, work: Work
-    ) -> Cost: ...  # of one layer
 
 
 class NoStrategy(RuntimeError):
@@ -100,14 +93,16 @@ class Dispatcher:
         lacking: str | None = None,
         withheld: Collection[tuple[Phase, Kernel]] = (),
         replayed: Collection[Phase] = (Phase.DECODE,),
+        laid_out: bool = False,
     ) -> None:
         """`lacking`: why torch's paths stand in for faster ones; then they are fallbacks.
         `withheld`: strategies that are left out on purpose; to be forced to one is a fallback too.
 
         `replayed`: phases whose launches a CUDA graph replays, so that the host's time is nothing.
+        `laid_out`: strategies that can, lay their launches out once a step; see PlacesResults.
         """
         self._strategies = strategies
-        self._costs = costs
+        self._costs = LaunchCosts(costs, strategies, replayed=replayed, laid_out=laid_out)
         self._forced = forced
         self._lacking = lacking
         self._withheld = frozenset(withheld)
@@ -146,13 +141,7 @@ class Dispatcher:
 
     def cost(self, choice: Choice, work: Work) -> Cost:
         """Predicted, of one layer."""
-        return self._cost(choice.strategy, choice.group.layout, work)
-
-    def _cost(self, strategy: Strategy, layout: AttentionLayout, work: Work) -> Cost:
-        phase = strategy.phase
-        cost = self._costs.strategy_cost(phase, strategy.kernel, layout, work)
-        on_device = cost.device_seconds > 0  # not on a CPU
-        return cost._replace(host_seconds=0.0) if on_device and phase in self._replayed else cost
+        return self._costs.cost(choice.strategy, choice.group.layout, work)
 
     def _together(
         self, step: Step, apart: dict[tuple[Phase, _Verdict], list[Candidate]]
@@ -295,7 +284,7 @@ class Dispatcher:
         work = strategy.work(layout)
         return Prediction(
             kernel=strategy.kernel,
-            cost=self._cost(strategy, layout, work),
+            cost=self._costs.cost(strategy, layout, work),
             kv_tokens_read=work.kv_tokens_read,
             refusal=None,
             on_torch=all(part.engine == TORCH for part in work.parts),

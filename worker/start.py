@@ -158,6 +158,7 @@ def _make_engine(
         lacking=available.lacking,
         withheld=available.withheld,
         replayed=(),  # the layers of a step are launched one by one
+        laid_out=_has_graphs(config, model.device),
     )
     # One by one on a CPU, where reductions of a single row and of several differ.
     draws = 1 if config.deterministic and model.device.type == "cpu" else None

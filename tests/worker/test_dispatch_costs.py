@@ -1,12 +1,15 @@
 """What decides between strategies: host and device, the trees of a step together or apart."""
 
+from collections.abc import Callable
+
 import pytest
 from tests.worker.plans import PlanBuilder
 from tests.worker.toy_strategies import LIMITS, Toy, naive_and_split, summary, toys, two_trees
+from torch import Tensor
 
 from stemserve.kernels.layout import AttentionLayout
 from stemserve.kernels.pricing.engine_cost import Cost
-from stemserve.kernels.strategy import Kernel, Phase, Work
+from stemserve.kernels.strategy import Kernel, LayerKVs, Phase, Work
 from stemserve.worker.choice_reason import Reason
 from stemserve.worker.dispatch import Dispatcher
 from stemserve.worker.step import Step, decode_step
@@ -44,6 +47,29 @@ def test_the_host_costs_nothing_where_a_graph_is_replayed(
     plan.decode(plan.node(8, [0, 1]), 1)
     (choice,) = dispatcher.choose(decode_step(plan.build(), LIMITS))
     assert choice.strategy.kernel is chosen
+
+
+class Placing(Toy):
+    def bound(self, plan: Work, q: Tensor, kv: LayerKVs, out: Tensor) -> Callable[[int], None]:
+        raise RuntimeError("toys only have a price")
+
+
+@pytest.mark.parametrize(("laid_out", "chosen"), [(False, Kernel.SPLIT), (True, Kernel.CASCADE)])
+def test_launches_that_are_laid_out_once_a_step_cost_the_host_less(
+    laid_out: bool, chosen: Kernel
+) -> None:
+    class HostBound:
+        def strategy_cost(
+            self, phase: Phase, kernel: Kernel, layout: AttentionLayout, work: Work
+        ) -> Cost:
+            return Cost(60e-6, 9e-6) if kernel is Kernel.CASCADE else Cost(50e-6, 9e-6)
+
+    both = [
+        kind(kernel=kernel, phase=Phase.PREFILL, seconds_a_token=1)
+        for kind, kernel in ((Placing, Kernel.CASCADE), (Toy, Kernel.SPLIT))
+    ]
+    dispatcher = Dispatcher(toys(*both), HostBound(), forced=None, laid_out=laid_out)
+    assert summary(dispatcher.choose(two_trees())) == [(chosen, Reason.COST_MODEL, 2)]
 
 
 @pytest.mark.parametrize(("codec_s", "chosen"), [(52e-6, Kernel.CODEC), (55e-6, Kernel.PAGED)])

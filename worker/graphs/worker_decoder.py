@@ -6,7 +6,6 @@ from typing import Protocol
 
 from stemserve.kernels.codec_decode import CodecDecode
 from stemserve.kernels.strategy import Kernel, Phase
-from stemserve.worker.dispatch import Strategies
 from stemserve.worker.graphs.buckets import row_buckets
 from stemserve.worker.graphs.capture import make_capture
 from stemserve.worker.graphs.decode_check import MOST_DIFFERENCE, failures
@@ -14,6 +13,7 @@ from stemserve.worker.graphs.decode_memory import DecodeMemory
 from stemserve.worker.graphs.graph_decoder import GraphDecoder
 from stemserve.worker.graphs.start_graphs import run_captures
 from stemserve.worker.kv_pool import KvPool
+from stemserve.worker.launch_costs import Strategies
 from stemserve.worker.models.transformer import Transformer
 from stemserve.worker.runner import Decoder, ModelRunner
 from stemserve.worker.sampler import Sampler

@@ -102,6 +102,13 @@ class IdleDense(DenseAttention):
         return replace(super().plan(layout), copy=None)
 
 
+class UntimedRunner(ModelRunner):
+    """As in all but a few steps on a GPU."""
+
+    def _is_timed(self) -> bool:
+        return False
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Host:
     """What a worker has."""
@@ -168,7 +175,7 @@ def make_host() -> Host:
     for _ in forward.capture(model, piece_buckets(STEP_TOKENS), lambda work: lambda: None):
         pass
     scorer = Scorer(model, sampler, vocab_size=config.vocab_size, device=cpu)
-    runner = ModelRunner(forward, pool, dispatcher, sampler, scorer, limits)
+    runner = UntimedRunner(forward, pool, dispatcher, sampler, scorer, limits)
     return Host(runner=runner, dispatcher=dispatcher, pool=pool, limits=limits)
 
 

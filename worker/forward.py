@@ -87,7 +87,7 @@ class Forward:
         if bucket is None or size is None:
             return None
         fill = partial(ending.fill, size, step, readout)
-        pieces.run(self._put(step, bucket, fill)[0], attend, bucket)
+        pieces.run(self._put(step, bucket, fill)[0], step.num_rows, attend)
         return ending.run(size, step, readout)
 
     def __call__(
@@ -100,7 +100,7 @@ class Forward:
         if len(readout.rows) < rows:
             keep_rows = device_tensor(readout.rows, self._pool.device)
         if self._pieces is not None and bucket is not None:
-            self._pieces.run(token_ids, attend, bucket)
+            self._pieces.run(token_ids, rows, attend)
             return self._pieces.end(keep_rows, rows)
         if self._pieces is not None:
             self.fallbacks["rows"] += 1
@@ -111,11 +111,11 @@ class Forward:
 
     def _put(
         self, step: Step, padded_rows: int, fill_head: Callable[[Int32], None] | None = None
-    ) -> tuple[Tensor, RowInputs]:  # token ids of the step's own rows; what is uploaded
+    ) -> tuple[Tensor, RowInputs]:  # token ids of all padded rows; what is uploaded
         inputs = self._inputs.put(
             step.token_ids, step.positions, step.kv_slots, padded_rows, fill_head
         )
-        token_ids = inputs.token_ids[: step.num_rows]
+        token_ids = inputs.token_ids
         if step.reads_slots:
             token_ids = self._sampler.tables.token_ids(token_ids)
         return token_ids, inputs

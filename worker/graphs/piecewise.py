@@ -61,11 +61,12 @@ class Pieces:
 
     def run(self, rows: int, attend: BindsAttention) -> None:
         """From the first residual to the result of the last attention, and the last residual."""
-        heads = Heads(*(part[:rows] for part in self.static.heads))
-        out = self.room.view(len(self.room), *heads.q.shape[1:])
         first, *others = self._replays
         first()
-        run_attention = attend.bound(heads, out)  # while the device begins
+        # While the device begins.
+        heads = Heads(*(part[:rows] for part in self.static.heads))
+        out = self.room.view(len(self.room), *heads.q.shape[1:])
+        run_attention = attend.bound(heads, out)
         run_attention(0)
         for layer, replay in enumerate(others, 1):
             replay()
@@ -112,16 +113,16 @@ class PiecewiseModel:
 
     def run(
         self,
-        token_ids: Tensor,  # [rows]
+        token_ids: Tensor,  # [bucket], those of the step first
+        rows: int,  # of the step
         attend: BindsAttention,
-        bucket: int,
     ) -> None:
         """Up to the result of the last attention, and the last residual.
 
         Positions and slots of the bucket's rows are in the step inputs.
         """
-        pieces, rows = self._pieces[bucket], len(token_ids)
-        self._model.embed_into(token_ids, pieces.static.residual[:rows])
+        pieces = self._pieces[len(token_ids)]
+        self._model.embed_into(token_ids, pieces.static.residual)
         pieces.run(rows, attend)
 
     def end(

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from stemserve.kernels.layout import Int32
 
+VIEWS_KEPT = 1024
 BUFFERS = 3  # one more than there are steps in flight, so that nobody waits for one
 
 
@@ -21,6 +22,7 @@ class Staging:
         ]
         self._sent: list[torch.cuda.Event | None] = [None] * count
         self._turn = 0
+        self._kept: dict[tuple[int, int, int], tuple[Tensor, Tensor, Tensor]] = {}
 
     def take(self) -> Int32:  # [size]
         """The next buffer, once the device has read what was in it."""
@@ -33,12 +35,22 @@ class Staging:
 
     def send(self, target: Tensor, parts: Sequence[slice]) -> None:
         """Parts of the buffer that was taken last, to the same places of the target."""
-        buffer = self._buffers[self._turn]
         for part in parts:
-            target[part].copy_(buffer[part], non_blocking=True)
+            there, here = self._views(target, part)
+            there.copy_(here, non_blocking=True)
         if target.is_cuda:
             event = self._sent[self._turn]
             if event is None:
                 event = torch.cuda.Event()  # type: ignore[no-untyped-call]
                 self._sent[self._turn] = event
             event.record()
+
+    def _views(self, target: Tensor, part: slice) -> tuple[Tensor, Tensor]:
+        """Of the target and the buffer; making them takes longer than the copy's launch."""
+        key = (self._turn, part.start, part.stop)
+        found = self._kept.get(key)
+        if found is None or found[0] is not target:
+            found = (target, target[part], self._buffers[self._turn][part])
+            if len(self._kept) < VIEWS_KEPT:
+                self._kept[key] = found
+        return found[1:]

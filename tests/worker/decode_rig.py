@@ -92,6 +92,7 @@ class Rig:
     runner: ModelRunner
     pool: KvPool
     decoder: GraphDecoder | None  # None: launch by launch
+    codec: CodecDecode | None  # of the graphs
 
     def step(self, plan: worker_pb2.StepPlan) -> worker_pb2.StepResult:
         result = self.runner.step(plan)
@@ -131,7 +132,7 @@ def make_rig(
     pool.poison(np.arange(PAGES, dtype=np.int32))
     sampler = Sampler(SLOTS, device)
     scorer = Scorer(model, sampler, vocab_size=VOCAB, device=device)
-    decoder = None
+    decoder = codec = None
     if buckets:
         bins = bins or 3 * (device == CPU)
         numbers, division = DecodeNumbers(dtype=dtype), Division(fixed_split=fixed_split)
@@ -153,7 +154,7 @@ def make_rig(
         LIMITS,
         decoder,
     )
-    return Rig(runner=runner, pool=pool, decoder=decoder)
+    return Rig(runner=runner, pool=pool, decoder=decoder, codec=codec)
 
 
 @dataclass(kw_only=True)

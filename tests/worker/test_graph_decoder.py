@@ -26,6 +26,9 @@ from tests.worker.decode_rig import (
     make_rig,
 )
 
+from stemserve.kernels.codec_division import Division, PieceCosts
+from stemserve.kernels.codec_pairs import Pairing
+from stemserve.kernels.codec_planner import Planner
 from stemserve.proto.v1 import worker_pb2
 from stemserve.worker.graphs.decode_check import failures
 
@@ -90,6 +93,29 @@ def sampler(slot: int, rng: np.random.Generator, kind: str) -> worker_pb2.Sample
         message.top_logprobs = int(rng.integers(0, 4))
         message.banned_ids = np.array([1, 7], np.int32).tobytes()
     return message
+
+
+def test_graphs_of_few_rows_run_plans_of_paired_bins(tmp_path: Path, seed: int) -> None:
+    """These are made for a kernel of which a graph of one tile has none."""
+    story = Story.random(seed, sequences=4, trunk=6)
+    plain = make_rig(tmp_path, CPU, torch.float32)
+    graphs = make_rig(tmp_path, CPU, torch.float32, (4,))
+    assert graphs.codec is not None
+    graphs.codec.planner = Planner(
+        group=graphs.codec.shape.group,
+        bins=graphs.codec.bins,
+        window=0,
+        costs=PieceCosts(),
+        division=Division(),
+        pairing=Pairing(least_steps=0),
+    )
+    prefill = story.prefill([greedy(s.slot) for s in story.sequences])
+    for rig in (plain, graphs):
+        rig.step(prefill)
+    steps = [3] * 4
+    alive: list[Decoded] = list(story.sequences)
+    expected = one_by_one(plain, story, alive, steps)
+    assert_alike(in_a_burst(graphs, story, alive, steps), expected)
 
 
 @pytest.mark.parametrize("kind", ["greedy", "random", "edited"])

@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tests.e2e.served import scrape
@@ -27,13 +28,16 @@ def ports(
     return start_server("--model", tiny_model, "--worker", address)[1]
 
 
-async def stream(client: Client, *, interval: int = 0, n: int = 1) -> list[GenerateStep]:
+async def stream(
+    client: Client, *, interval: int = 0, n: int = 1, **fields: Any
+) -> list[GenerateStep]:
     request = inference_pb2.GenerateRequest(
         prompt=inference_pb2.Context(text="once upon a time"),
         max_new_tokens=TOKENS,
         ignore_eos=True,
         n=n,
         stream_interval=interval,
+        **fields,
     )
     return [step async for step in client.generate(request)]
 
@@ -83,6 +87,25 @@ async def test_an_interval_is_kept_whatever_the_load(ports: dict[str, int], n: i
             assert counts[0] < 16
             # A client that is late for one message gets more tokens with the next.
             assert all(count >= 16 for count in counts[1:-1])
+
+
+@pytest.mark.parametrize("interval", [0, 40])
+async def test_stop_strings_across_tokens_end_samples_that_wait_for_a_message(
+    ports: dict[str, int], interval: int
+) -> None:
+    """The string is looked for from token 20 on, and is four tokens long."""
+    stop = {"stop": ["AAAA"], "min_new_tokens": 20}
+    async with Client(f"127.0.0.1:{ports['rpc']}") as client:
+        streams = await asyncio.gather(
+            *(stream(client, interval=interval, n=2, **stop) for _ in range(STREAMS // 2))
+        )
+    for steps in streams:
+        for sample in range(2):
+            news = [news for step in steps for news in step.news if news.sample == sample]
+            assert "".join(part.text for part in news) == "A" * 19
+            assert [part.finish for part in news] == [""] * (len(news) - 1) + ["stop"]
+            assert sum(len(part.token_ids) for part in news) == 23
+        assert steps[-1].usage is not None and steps[-1].usage.output_tokens == 46
 
 
 async def test_an_interval_of_more_tokens_than_may_wait_is_refused(ports: dict[str, int]) -> None:

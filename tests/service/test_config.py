@@ -28,6 +28,7 @@ PEM = Path("none.pem")
         (lambda: ServerConfig(default_deadline_s=1e9), "from 0 to 1000000"),
         (lambda: ServerConfig(keepalive_s=0), "keepalive_s must be more than 0"),
         (lambda: ServerConfig(max_ping_strikes=-1), "max_ping_strikes -1 must be 0 or more"),
+        (lambda: ServerConfig(max_stream_delay_ms=1e4), "10000.0 is not in 0 .. 1000"),
         (lambda: WorkerConfig(load_format="pickle"), "'pickle' is not one of auto, dummy"),
         (lambda: WorkerConfig(dtype="int3"), "'int3' is not one of auto, float32"),
         (lambda: WorkerConfig(device="tpu"), "'tpu' is not one of auto, cpu, cuda"),

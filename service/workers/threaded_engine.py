@@ -1,4 +1,4 @@
-"""Give the servicers awaitable calls on the engine that lives in the step loop's thread."""
+"""Give the servicers awaitable calls on the engine, which the step loop drives."""
 
 import asyncio
 from collections.abc import AsyncGenerator, Callable, Generator, Iterator
@@ -39,6 +39,7 @@ from stemserve.service.workers.step_commands import (
 from stemserve.service.workers.token_stream import MAX_UNREAD_TOKENS, TokenStream
 
 PREDICT_TIMEOUT_S = 30.0
+FEW_CONTEXTS = 4  # each takes 0.07 ms to plan
 # That a job waits for others while a step runs; a result ends it.
 GATHER_S = 0.002
 REFUSE_S = 0.01  # where no step can be planned before a result: it may be refused
@@ -77,6 +78,7 @@ class ThreadedEngine:
         self._refusal: str | None = LOADING
         self._draining = False
         self._is_work_due = False  # for jobs that came while nothing ran
+        self._is_work_long = False
         self._is_gathering = False  # jobs that came while a step runs
         self.generation = 0
 
@@ -182,10 +184,12 @@ class ThreadedEngine:
         self._loop.call_soon_threadsafe(self._dispatch, events)
 
     def _submit(self, job: Job) -> None:
-        """Jobs of calls that come together are planned together. What is planned beside running
-        work may take long: that is for the step loop's thread, not for this one."""
+        """Jobs of calls that come together are planned together. What may take long to plan is for
+        the step loop's thread, not for this one: masks of a generation, many contexts, and what is
+        planned beside running work."""
         trace = current_call().trace
         self._inbox.leave(Submit(job=job if trace is None else replace(job, trace=trace)))
+        self._is_work_long = self._is_work_long or not _is_planned_at_once(job)
         if self._inbox.is_busy:
             if not self._is_gathering:
                 self._is_gathering = True
@@ -197,8 +201,11 @@ class ThreadedEngine:
             self._loop.call_soon(self._work, context=Context())
 
     def _work(self) -> None:
-        self._is_work_due = False
-        self._inbox.work(wait=False)
+        is_long, self._is_work_long, self._is_work_due = self._is_work_long, False, False
+        if is_long:
+            self._inbox.call()
+        else:
+            self._inbox.work(wait=False)
 
     def _call_step_loop(self) -> None:
         self._is_gathering = False
@@ -262,6 +269,10 @@ class ThreadedEngine:
             parts.fail(event.error)
         if (stream := self._streams.get(event.request_id)) is not None:
             stream.fail(event.error)
+
+
+def _is_planned_at_once(job: Job) -> bool:
+    return isinstance(job, ScoreJob) and len(job.contexts) <= FEW_CONTEXTS
 
 
 def _next_prediction(

@@ -2,9 +2,11 @@
 
 import asyncio
 import os
+import threading
 import time
 from collections.abc import Callable
-from typing import Any
+from dataclasses import replace
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -34,6 +36,32 @@ class BrokenBatcher(Batcher):
         if self.load().queued_requests:
             raise RuntimeError("a bug in the plan")
         return None
+
+
+class NotingBatcher(Batcher):
+    planners: ClassVar[list[str]] = []  # threads that planned a step
+
+    def plan_step(self) -> worker_pb2.StepPlan | None:
+        plan = super().plan_step()
+        if plan is not None:
+            self.planners.append(threading.current_thread().name)
+        return plan
+
+
+async def test_the_rpc_loop_plans_only_what_is_planned_at_once(
+    fake_worker_command: Command,
+) -> None:
+    here, planners = threading.current_thread().name, NotingBatcher.planners
+    async with Rig([fake_worker_command()], make_batcher=NotingBatcher) as rig:
+        await rig.run()
+        planners.clear()
+        await rig.engine.score(score_job())
+        assert planners == [here]
+        many = replace(score_job(), contexts=(np.arange(20, dtype=np.int32),) * 10)
+        await rig.engine.score(many)
+        await rig.generate(generate_job(tokens=20))
+        assert len(planners) > 20
+        assert here not in planners[1:]
 
 
 async def test_jobs_are_answered_in_the_sizes_they_asked_for(

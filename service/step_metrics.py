@@ -169,7 +169,7 @@ class StepMetrics:
         )
         self._draft_steps = make.counter(
             "draft_steps",
-            "Decode steps that verified drafts: not by a graph of decode steps, nor in a burst",
+            "Decode steps that verified drafts; such a step is in no burst",
         )
         self._device_busy = make.counter(
             "device_busy_seconds", "A GPU's time in steps, from first work to last", phase=PHASES

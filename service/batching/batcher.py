@@ -264,7 +264,7 @@ class Batcher:
                 self._answers.finish(job, now)
 
     def _learn_speed(self, issued: IssuedStep, seconds: float) -> None:
-        if 2 * (issued.decode_rows + issued.draft_rows) <= issued.num_rows:
+        if 2 * issued.decode_rows <= issued.num_rows:
             self._admission.observe(issued.num_rows, seconds)
         self._planner.learn(issued, seconds, self._clock())
 

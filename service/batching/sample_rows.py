@@ -1,9 +1,8 @@
-"""Rows of a Generate job's samples that are no decode rows: those that verify drafts, and those of
+"""Rows of a Generate job's samples beside plain decode rows: those that verify drafts, and those of
 tokens that were generated before the job gave its pages up."""
 
 from collections.abc import Sequence
-
-import numpy as np
+from typing import NamedTuple
 
 from stemserve.service.batching.drafter import Drafter
 from stemserve.service.batching.prefix_forest import StoredChain
@@ -20,6 +19,13 @@ def job_drafter(job: GenerateJob, spec: SamplerSpec) -> Drafter | None:
     if not job.draft_tokens or job.constraint is not None or spec.counts_tokens:
         return None
     return Drafter(job.prompt, max_new_tokens=job.max_new_tokens, most=job.draft_tokens)
+
+
+class _Place(NamedTuple):
+    """Pages of a sample that several rows of a step end in, each at a token of its own."""
+
+    table: Int32
+    own_key: bytes = b""
 
 
 class SampleRows:
@@ -109,10 +115,15 @@ class SampleRows:
         return Draw(sample, at, steps, node)
 
     def _verify(self, sample: Sample, draft: Sequence[int], step: StepBuilder) -> Draw:
-        """The last token and the draft behind it; each row is drawn from as if it were alone."""
-        row = self._add(sample, np.array([sample.tokens[-1], *draft], np.int32), step)
-        draws = [self.draw(sample, row + at, step, 1) for at in range(len(draft) + 1)]
-        step.draft_rows += len(draws)
+        """The last token and the draft behind it, a decode row each; a row sees those before it
+        in the sample's own pages, and is drawn from as if it were alone."""
+        branch, rows, kernel = self._pages.branch(sample), step.rows, self._job.kernel
+        place = _Place(branch.table)
+        draws: list[Draw] = []
+        for token in (sample.tokens[-1], *draft):
+            row = rows.add_decode(token, sample.stored, sample.stored + 1, place, kernel)
+            draws.append(self.draw(sample, row, step, 1))
+            sample.stored += 1
         step.draft_tokens += len(draft)
         sample.is_verifying = True
         return draws[0]._replace(steps=len(draws), draft=draft)

@@ -18,8 +18,10 @@ from stemserve.service.batching.step_builder import IssuedStep
 RECENT_STEPS = 5  # whose median counts
 FIRST_COST = 1.5  # of a step with drafts, in plain ones, until some have run
 FEWEST_STEPS = 3  # the first of a kind may be far slower than others
-FORGET_AFTER = 256  # plain steps: then the oldest cost of drafts is forgotten, to try again
-REST = 32  # plain steps after drafts have ended: to begin, and to end, costs a wait each
+# Plain steps, times what one with drafts costs: then the oldest such cost is forgotten.
+FORGET_AFTER = 32
+MOST_COST = 32.0  # that counts there
+REST = 16  # plain steps after drafts have ended: to begin, and to end, costs a wait each
 HOLD = 0.1  # of the gain that may be lost before drafts end
 MOST_DELAY = 1.05  # of a step, for samples beside that have no drafts
 
@@ -64,6 +66,7 @@ class Speculation:
         self._plain = StepTimes()
         self._more = StepTimes()  # that steps with so many drafted tokens take
         self._plain_steps = 0  # since something was forgotten
+        self._cost = 1.0  # of a step with drafts, in plain ones, as far as it is known
         self._rest = 0  # plain steps that are to run before drafts may begin
         self._answered_s = 0.0
         self._answered_jobs: set[int] = set()
@@ -88,20 +91,24 @@ class Speculation:
         if issued.draft_tokens:
             self.steps += 1
             plain = self._plain.seconds(issued.num_rows - issued.draft_tokens)
-            if issued.num_rows == issued.decode_rows + issued.draft_rows and plain is not None:
+            if issued.num_rows == issued.decode_rows and plain is not None:
                 # Nothing runs beside it: what the host takes counts too.
                 taken = max(seconds, gap) if goes_on else seconds
                 self._more.add(issued.draft_tokens, max(0.0, taken - plain))
-        elif issued.num_rows == issued.decode_rows and not self._is_on:
+        elif issued.num_rows == issued.decode_rows:
             # The worker may count from before the end of the step before.
             taken = max(seconds / 2, min(seconds, gap)) if gap > 0 else seconds
             if taken > 0:
                 self._plain.add(issued.num_rows, taken / issued.repeat)
-            self._rest = max(0, self._rest - issued.repeat)
-            self._plain_steps += issued.repeat
-            if self._plain_steps >= FORGET_AFTER:
-                self._plain_steps = 0
-                self._more.forget()
+            if not self._is_on:
+                self._count_plain(issued.repeat)
+
+    def _count_plain(self, steps: int) -> None:
+        self._rest = max(0, self._rest - steps)
+        self._plain_steps += steps
+        if self._plain_steps >= FORGET_AFTER * min(self._cost, MOST_COST):
+            self._plain_steps = 0
+            self._more.forget()
 
     def _pays(self, decoding: Sequence[DecodingProgress], drafts: Sequence[int]) -> bool:
         rows = sum(job.num_live for job in decoding)
@@ -110,6 +117,7 @@ class Speculation:
             return False
         more = self._more.seconds(sum(drafts), fewest=FEWEST_STEPS)
         cost = FIRST_COST if more is None else 1 + more / plain
+        self._cost = cost
         if 0 in drafts and cost > MOST_DELAY:
             return False
         gain = (1 + sum(job.expected_tokens for job in decoding) / rows) / cost

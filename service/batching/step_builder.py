@@ -58,7 +58,6 @@ class IssuedStep:
     shares: dict[int, Share]  # by the job's arrival number, in plan order
     num_rows: int  # of one sub-step
     decode_rows: int
-    draft_rows: int  # of samples whose drafts it verifies
     draft_tokens: int  # that it verifies
     repeat: int  # sub-steps
     gather_rows: Int32
@@ -107,7 +106,6 @@ class StepBuilder:
         self.reserved = 0  # rows that are kept free for short jobs
         self.max_steps = 1  # of a decode row; more than 1: it is a burst
         self.verifies = False  # drafts, where samples have some
-        self.draft_rows = 0
         self.draft_tokens = 0
         self.max_rows = max_rows
         self._most_rows = max(max_rows, most_rows)
@@ -216,7 +214,6 @@ class StepBuilder:
             shares={n: share for n, share in self._shares.items() if not share.is_empty},
             num_rows=self.rows.num_rows,
             decode_rows=sum(share.decode_rows for share in self._shares.values()),
-            draft_rows=self.draft_rows,
             draft_tokens=self.draft_tokens,
             repeat=self.rows.repeat,
             gather_rows=self.readouts.gather_rows,

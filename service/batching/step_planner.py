@@ -109,7 +109,7 @@ class StepPlanner:
     def learn(self, issued: IssuedStep, seconds: float, now: float) -> None:
         """How long an answered step took."""
         self._speculation.learn(issued, seconds, now)
-        if issued.decode_rows == issued.num_rows:
+        if issued.decode_rows == issued.num_rows and not issued.draft_tokens:
             self._burst.observe(issued.num_rows, issued.repeat, seconds, now)
         else:
             self._burst.answered(now)
@@ -174,8 +174,7 @@ class StepPlanner:
             if not job.plan_drafts(step, step.max_rows):
                 step.pages_blocked = True
                 self._make_room(job)
-            # Their attention is that of prefill.
-            share.prefill_rows += step.rows.num_rows - rows
+            share.decode_rows += step.rows.num_rows - rows
 
     def _burst_steps(self, decoding: Sequence[DecodingProgress]) -> int:
         """As many as there are pages for."""

@@ -9,6 +9,7 @@ import pytest
 from stemserve.service.batching.decoding_progress import DecodingProgress
 from stemserve.service.batching.speculation import (
     FORGET_AFTER,
+    MOST_COST,
     REST,
     DraftPolicy,
     Speculation,
@@ -37,8 +38,7 @@ def step(
         step_id=1,
         shares={job: Share() for job in jobs},
         num_rows=rows,
-        decode_rows=0 if samples else rows,
-        draft_rows=rows if samples else 0,
+        decode_rows=rows,
         draft_tokens=rows - samples if samples else 0,
         repeat=repeat,
         gather_rows=NONE,
@@ -156,18 +156,20 @@ def test_the_first_steps_of_a_kind_may_be_slow() -> None:
     assert clocked.stage(asking) is Stage.VERIFY
 
 
-def test_steps_that_were_slow_are_tried_again() -> None:
+@pytest.mark.parametrize("seconds", [0.1, 0.2, 3.0])
+def test_steps_that_were_slow_are_tried_again_the_later_the_slower(seconds: float) -> None:
     clocked = Clocked()
     clocked.ran(step(1), 0.01)
     asking = Decoding(expected_tokens=6.0)
     for _ in range(3):
         assert clocked.stage(asking) is Stage.VERIFY
-        clocked.ran(step(9, samples=1), 3.0)
-    for _ in range(FORGET_AFTER // 8):
-        assert clocked.stage(asking) is Stage.PLAIN
+        clocked.ran(step(9, samples=1), seconds)
+    wait = 0
+    while clocked.stage(asking) is Stage.PLAIN:
         clocked.ran(step(1, repeat=8), 0.08)
-    assert clocked.stage(asking) is Stage.VERIFY
-    clocked.ran(step(9, samples=1), 3.0)
+        wait += 8
+    assert FORGET_AFTER * min(seconds / 0.01, MOST_COST) <= wait + REST <= 40 * FORGET_AFTER
+    clocked.ran(step(9, samples=1), seconds)
     assert clocked.stage(asking) is Stage.PLAIN
 
 

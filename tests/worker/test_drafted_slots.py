@@ -53,12 +53,10 @@ def generate(
     result = tiny.runner.step(plan.build())
     tokens = decode_int32("", result.sampled_tokens).tolist()
     logprobs = decode_float32("", result.sampled_logprobs).tolist()
-    rows = [tokens[0], *draft]
-    length = len(prompt) + len(rows)
     plan = PlanBuilder()
-    row = plan.prefill(plan.node(length, pages[: -(-length // 4)]), rows)
-    for at in range(len(rows)):
-        plan.sample(row + at, 0, 1 + at)
+    for at, token in enumerate([tokens[0], *draft]):  # leaves in the same page, one behind another
+        length = len(prompt) + 1 + at
+        plan.sample(plan.decode(plan.node(length, pages[: -(-length // 4)]), token), 0, 1 + at)
     result = tiny.runner.step(plan.build(2))
     tokens += decode_int32("", result.sampled_tokens).tolist()
     return tokens, logprobs + decode_float32("", result.sampled_logprobs).tolist()

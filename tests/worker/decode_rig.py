@@ -246,6 +246,24 @@ class Story:
             built.repeat, built.row_steps = max(steps), blob(steps)
         return built
 
+    def verify(
+        self, chosen: Sequence[Decoded], drafts: Sequence[Sequence[int]]
+    ) -> worker_pb2.StepPlan:
+        """A row for each token of a sequence's draft, the last that it drew first."""
+        plan = PlanBuilder(page_size=PAGE)
+        rows = [
+            (sequence, at, token)
+            for sequence, draft in zip(chosen, drafts, strict=True)
+            for at, token in enumerate(draft)
+        ]
+        leaves = [(s.parent, s.stored + 1 + at, s.pages_of(s.stored + 1 + at)) for s, at, _ in rows]
+        _, ends = self._add_forest(plan, leaves, self._above(s.parent for s in chosen))
+        order = sorted(range(len(rows)), key=ends.__getitem__)
+        for row in order:
+            sequence, at, token = rows[row]
+            plan.sample(plan.decode(ends[row], token), sequence.slot, sequence.drawn + at)
+        return plan.build()
+
     def choose(self, among: Sequence[Decoded], count: int) -> list[Decoded]:
         order: list[int] = self.rng.permutation(len(among)).tolist()
         return [among[i] for i in order[:count]]

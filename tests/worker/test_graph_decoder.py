@@ -147,6 +147,44 @@ def test_bursts_by_graphs_draw_what_single_steps_draw(
     assert not graphs.decoder or not graphs.decoder.fallbacks
 
 
+@pytest.mark.parametrize("kind", ["greedy", "random", "edited"])
+@pytest.mark.parametrize("device", DEVICES)
+def test_drafts_are_verified_by_a_graph(tmp_path: Path, device: str, kind: str, seed: int) -> None:
+    """Rows that follow one another in the same pages draw what they draw one by one."""
+    story = Story.random(seed, sequences=3)
+    samplers = [sampler(s.slot, story.rng, kind) for s in story.sequences]
+    where = torch.device(device)
+    plain = make_rig(tmp_path, where, torch.float32)
+    graphs = make_rig(tmp_path, where, torch.float32, (4, 32))
+    prefill = story.prefill(samplers)
+    first = [drawn(rig.step(prefill))[0].tolist() for rig in (plain, graphs)]
+    assert first[0] == first[1]
+    counts: list[int] = story.rng.integers(1, 10, 3).tolist()
+    expected = one_by_one(plain, story, story.sequences, counts)
+    drafts = [
+        [token, *(following for following, _ in expected[s.slot][:-1])]
+        for s, token in zip(story.sequences, first[0], strict=True)
+    ]
+    plan = story.verify(story.sequences, drafts)
+    result = graphs.step(plan)
+    assert [group.reason for group in result.groups] == ["graph"]
+    found: dict[int, list[tuple[int, float]]] = {s.slot: [] for s in story.sequences}
+    slots = np.frombuffer(plan.sample_slots, np.int32).tolist()
+    index = np.frombuffer(plan.sample_index, np.int32).tolist()
+    tokens, logprobs = drawn(result)
+    read = zip(index, slots, tokens.tolist(), logprobs.tolist(), strict=True)
+    for _, slot, token, logprob in sorted(read):
+        found[slot].append((token, logprob))
+    assert_alike(found, expected)
+    # What is stored is what one row after the other stores: the next steps say so.
+    story.advance(story.sequences, counts)
+    again = [[expected[s.slot][-1][0]] for s in story.sequences]
+    plan = story.verify(story.sequences, again)
+    behind = [drawn(rig.step(plan)) for rig in (plain, graphs)]
+    assert behind[0][0].tolist() == behind[1][0].tolist()
+    assert np.abs(behind[0][1] - behind[1][1]).max() < TOLERANCE
+
+
 def test_padded_rows_touch_no_page(tmp_path: Path, seed: int) -> None:
     story = Story.random(seed, sequences=3)
     rig = make_rig(tmp_path, CPU, torch.float32, (8,))

@@ -103,6 +103,18 @@ class CodecDecode:
     def triton(self) -> TritonTree:
         return TritonTree(self.shape, self.numbers, self.division, self.bins)
 
+    def compile_ahead(self) -> None:
+        """The kernels of all plans, but for what number formats of pages need."""
+        if self.device.type == "cpu":
+            return
+        out = torch.empty(
+            (1, self.shape.query_heads, self.shape.head_dim),
+            dtype=self.numbers.dtype,
+            device=self.device,
+        )
+        lse = torch.empty(out.shape[:2], dtype=torch.float32, device=self.device)
+        self.triton.compile_merges(self.partial(1), AttentionState(out, lse))
+
     def refusal(self, layout: AttentionLayout) -> str | None:
         if self.phase is Phase.DECODE and (reason := decode_refusal(layout)):
             return reason

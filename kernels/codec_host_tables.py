@@ -13,6 +13,8 @@ from stemserve.kernels.codec_tiles import STEP_TOKENS
 from stemserve.kernels.layout import AttentionLayout, Int32
 from stemserve.kernels.strategy import Part, Work
 
+FEWEST_COLUMNS, COLUMN_STEP = 4, 8  # partial results of a row that a plan has room for
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Capacity:
@@ -153,11 +155,17 @@ def with_room(size: Capacity) -> Capacity:
         rows=size.rows,
         records=more(size.records, 16),
         pages=more(size.pages, 256),
-        columns=-(-size.columns // 8) * 8 if size.columns > 4 else 4,
+        columns=more_columns(size.columns),
         partial_rows=more(size.partial_rows, 256),
         windowed=size.windowed,
         items=size.items,
     )
+
+
+def more_columns(count: int) -> int:
+    if count <= FEWEST_COLUMNS:
+        return FEWEST_COLUMNS
+    return -(-count // COLUMN_STEP) * COLUMN_STEP
 
 
 @lru_cache(maxsize=256)

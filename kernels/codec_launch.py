@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import dataclass
+from itertools import product
 from typing import Any
 
 import torch
@@ -10,6 +11,7 @@ from torch import Tensor
 from stemserve.kernels import codec_triton
 from stemserve.kernels.attention_state import AttentionState, LayerKV
 from stemserve.kernels.codec_division import Division
+from stemserve.kernels.codec_host_tables import COLUMN_STEP, FEWEST_COLUMNS
 from stemserve.kernels.codec_launch_shape import LaunchShape, padded_dim, shape_of
 from stemserve.kernels.codec_tables import DeviceTables
 from stemserve.kernels.layout import HeadShape
@@ -17,6 +19,8 @@ from stemserve.kernels.overlap import overlap
 
 LOG2E = 1 / math.log(2)
 KERNELS: Any = codec_triton  # untyped: device code
+FEW_MERGES = 1024  # rows times heads that leave most of a GPU idle
+MOST_AT_ONCE = 40  # partial results that a program of the merge loads at once
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,6 +42,15 @@ class DecodeNumbers:
 
 def launch_shape(shape: HeadShape, numbers: DecodeNumbers) -> LaunchShape:
     return shape_of(padded_dim(shape.head_dim) * numbers.dtype.itemsize)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MergeVariant:
+    """What a merge is compiled for."""
+
+    heads: int  # of a program
+    block: int  # partial results that it loads at once
+    once: bool  # all of them
 
 
 class TritonTree:
@@ -106,15 +119,46 @@ class TritonTree:
         return tables.capacity.items or always
 
     def merge(self, tables: DeviceTables, partial: AttentionState, target: AttentionState) -> None:
-        shape = self._shape
         columns, rows = tables.capacity.columns, tables.capacity.rows
-        heads, block = self._merge_block(rows, columns)
-        KERNELS.merge_kernel[(shape.query_heads // heads, rows)](
+        lists = (tables.rows, tables.merge_count, tables.merge)
+        variant = self.merge_variant(rows, columns)
+        self._launch_merge(lists, variant, partial, target, roomy=tables.roomy)
+
+    def merge_variants(self) -> dict[MergeVariant, int]:
+        """All that merges of plans are compiled for, and a number of columns of each."""
+        many = 1 + FEW_MERGES // self._shape.query_heads
+        widest = MOST_AT_ONCE + COLUMN_STEP
+        widths = (FEWEST_COLUMNS, *range(COLUMN_STEP, widest + 1, COLUMN_STEP))
+        return {
+            self.merge_variant(rows, columns): columns
+            for rows, columns in product((1, many), widths)
+        }
+
+    def compile_merges(self, partial: AttentionState, target: AttentionState) -> None:
+        """Launch each merge of eager plans once, on a row that it leaves as it is.
+
+        partial: [kv_heads, 1, head_dim], [kv_heads, 1]; target: [1, query_heads, head_dim],
+        [1, query_heads].
+        """
+        for variant, columns in self.merge_variants().items():
+            none = torch.full((1, columns), -1, dtype=torch.int32, device=target.out.device)
+            row, count = none.new_zeros(1), none.new_full((1,), -1)
+            self._launch_merge((row, count, none), variant, partial, target, roomy=False)
+
+    def _launch_merge(
+        self,
+        lists: tuple[Tensor, Tensor, Tensor],  # rows [rows], counts [rows], [rows, columns]
+        variant: MergeVariant,
+        partial: AttentionState,
+        target: AttentionState,
+        *,
+        roomy: bool,
+    ) -> None:
+        shape, (rows, columns) = self._shape, lists[2].shape
+        KERNELS.merge_kernel[(shape.query_heads // variant.heads, rows)](
             partial.out,
             partial.lse,
-            tables.rows,
-            tables.merge_count,
-            tables.merge,
+            *lists,
             target.out,
             target.lse,
             columns,
@@ -123,13 +167,18 @@ class TritonTree:
             KV_HEADS=shape.kv_heads,
             DIM=shape.head_dim,
             DIM_PAD=self._padded_dim,
-            OWN_HEADS=heads,
-            BLOCK=block,
-            ONCE=columns <= block and not self._division.fixed_split,
-            ROOMY=tables.roomy,
+            OWN_HEADS=variant.heads,
+            BLOCK=variant.block,
+            ONCE=variant.once,
+            ROOMY=roomy,
             num_warps=1,
             **overlap(target.out.device),
         )
+
+    def merge_variant(self, rows: int, columns: int) -> MergeVariant:
+        heads, block = self._merge_block(rows, columns)
+        once = columns <= block and not self._division.fixed_split
+        return MergeVariant(heads=heads, block=block, once=once)
 
     def _merge_block(self, rows: int, columns: int) -> tuple[int, int]:
         """Heads of a program of the merge, and partial results that it loads at once (H200)."""
@@ -138,8 +187,8 @@ class TritonTree:
         if self._division.fixed_split:  # the same for any batch
             return 1, 8
         group = self._shape.group
-        if columns <= 4 and group <= 8:
+        if columns <= FEWEST_COLUMNS and group <= 8:
             return group, columns
-        if rows * self._shape.query_heads <= 1024 or group % 2:
-            return 1, min(columns, 40)
+        if rows * self._shape.query_heads <= FEW_MERGES or group % 2:
+            return 1, min(columns, MOST_AT_ONCE)
         return 2, 8

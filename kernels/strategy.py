@@ -131,6 +131,15 @@ class PlacesResults(Protocol):
         ...
 
 
+@runtime_checkable
+class CompilesAhead(Protocol):
+    """A strategy with kernels that only some layouts need."""
+
+    def compile_ahead(self) -> None:
+        """Those that are compiled at first use: while a call waits, each takes half a second."""
+        ...
+
+
 class Strategy(Protocol):
     """One way to compute the attention of a group.
 

@@ -15,6 +15,7 @@ from stemserve.proto.v1 import worker_pb2_grpc
 from stemserve.worker.calibrate import calibrate
 from stemserve.worker.capacity.command import capacity
 from stemserve.worker.config import ConfigError, WorkerConfig, parse_config
+from stemserve.worker.late_compiles import LateCompiles
 from stemserve.worker.lifetime import Lifetime, Stopped
 from stemserve.worker.models.errors import ModelError
 from stemserve.worker.models.weights import Progress
@@ -78,6 +79,8 @@ def _run(config: WorkerConfig, lifetime: Lifetime) -> int:
         time.perf_counter() - started,
     )
     lifetime.check()
+    if facts.device == "cuda":
+        LateCompiles().watch()
     with _serving(parts, config, lifetime):
         log.info("serving on %s", config.listen)
         code = lifetime.wait()

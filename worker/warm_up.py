@@ -7,7 +7,7 @@ from typing import Protocol
 
 import numpy as np
 
-from stemserve.kernels.strategy import Kernel, Phase, Strategy
+from stemserve.kernels.strategy import CompilesAhead, Kernel, Phase, Strategy
 from stemserve.proto.v1 import worker_pb2
 from stemserve.worker.blobs import encode_int32
 from stemserve.worker.dispatch import KERNEL_CODES
@@ -40,6 +40,8 @@ def warm_up(
 
 
 def _run(strategy: Strategy, runner: Runs, limits: StepLimits) -> bool:
+    if isinstance(strategy, CompilesAhead):
+        strategy.compile_ahead()
     plan = trees_plan(limits) if strategy.phase is Phase.PREFILL else decode_plan(limits)
     if limits.kv_pages < PAGES or len(plan.token_ids) // 4 > limits.max_step_tokens:
         return False

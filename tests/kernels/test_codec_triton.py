@@ -3,6 +3,8 @@
 Without a GPU the same tests run in Triton's interpreter, at small sizes.
 """
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -19,8 +21,11 @@ from tests.kernels.codec_checks import (
 )
 from tests.kernels.codec_forests import Nodes, layout_of, leaves_of, random_kv
 
+from stemserve.kernels.attention_state import AttentionState
 from stemserve.kernels.codec_decode import PAGE_SIZES, CodecDecode, DecodeNumbers
 from stemserve.kernels.codec_division import Division
+from stemserve.kernels.codec_host_tables import more_columns
+from stemserve.kernels.codec_pieces import DEFAULT_DIVISION
 from stemserve.kernels.layout import HeadShape
 from stemserve.kernels.strategy import Phase
 
@@ -166,6 +171,28 @@ def test_another_layout_takes_over_a_plan() -> None:
     assert_close(state, expected(layout, q, kv, shape), 1e-3)
     more_rows = layout_of([(-1, 64)], [(0, 1)] * 3)
     assert not decode.replan(plan, more_rows)
+
+
+@pytest.mark.parametrize("heads", [(4, 2), (16, 8), (32, 8), (28, 4), (5, 1), (64, 4)], ids=str)
+def test_every_merge_is_among_those_that_are_compiled_ahead(heads: tuple[int, int]) -> None:
+    shape = HeadShape(query_heads=heads[0], kv_heads=heads[1], head_dim=64, scale=0.125)
+    for division in (DEFAULT_DIVISION, replace(DEFAULT_DIVISION, parallel_reduction=False)):
+        decode = CodecDecode(
+            shape, DEVICE, DecodeNumbers(dtype=torch.float16), 4, division=division
+        )
+        ahead = decode.triton.merge_variants()
+        for rows in (1, 2, 15, 31, 32, 33, 64, 65, 255, 256, 257, 5000):
+            for columns in map(more_columns, range(1, 300)):
+                assert decode.triton.merge_variant(rows, columns) in ahead
+
+
+def test_compiling_merges_ahead_leaves_the_row_as_it_is() -> None:
+    shape = HeadShape(query_heads=4, kv_heads=2, head_dim=64, scale=0.125)
+    decode = CodecDecode(shape, DEVICE, DecodeNumbers(dtype=torch.float16), 4)
+    out = torch.full((1, 4, 64), torch.nan, dtype=torch.float16, device=DEVICE)
+    target = AttentionState(out, torch.full((1, 4), torch.nan, device=DEVICE))
+    decode.triton.compile_merges(decode.partial(1), target)
+    assert target.out.isnan().all() and target.lse.isnan().all()
 
 
 def test_refusals_name_the_reason() -> None:

@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 from check_capacity import GRAPHS, PAGE, RESULTS, TABLE, compared, graphs, section
 
-ALONE = 0.10  # of a call alone, and of the GPU's time
-TOGETHER = 0.15  # of calls at once, or with a cached prefix
+ALONE = 0.10  # of a call alone
+# Of calls at once, which come in more steps than the fewest, or with a cached prefix.
+TOGETHER = 0.15
 SHORT_MS = 20.0  # calls of less vary more: one was measured once
 
 
@@ -25,10 +26,10 @@ def test_predictions_are_near_what_was_measured(measured: dict[str, Any]) -> Non
     rows = list(compared(measured))
     assert len(rows) == len(measured["rows"])
     for row in rows:
-        alone = row.row.endswith("/1")
-        assert row.gpu_error is None or abs(row.gpu_error) < ALONE, row
-        if row.whole_error is not None:
-            assert abs(row.whole_error) < (ALONE if alone else TOGETHER), row
+        together = row.row.startswith("score") and not row.row.endswith("/1")
+        most = TOGETHER if together else ALONE
+        for error in (row.gpu_error, row.whole_error):
+            assert error is None or abs(error) < most, row
         if row.cached_error is not None and (row.measured_cached or 0) > SHORT_MS:
             assert abs(row.cached_error) < TOGETHER, row
 

@@ -16,7 +16,8 @@ class DeviceRates:
     product_s: float  # of one product of few rows, beside the bytes of its weights
     pointwise_s: float  # at least, of a layer's norms, RoPE, gates and writes
     layer_host_s: float  # at least, of a layer whose attention the host launches
-    call_s: float  # of the front end, of a call
+    call_s: float  # of the front end and its clients, of a call alone
+    busy_call_s: float  # of the front end, of a call among others
     item_s: float  # of the front end, of each item beside
     step_host_s: float  # of the worker's host before the GPU starts a step
     stored_token_s: float  # beside it, of each stored token that the step reads
@@ -36,9 +37,10 @@ RATES: Mapping[str, DeviceRates] = {
         product_s=4.3e-6,
         pointwise_s=7e-6,
         layer_host_s=101e-6,
-        call_s=3.4e-3,
-        item_s=1.6e-6,
-        step_host_s=4.1e-3,
+        call_s=2.8e-3,
+        busy_call_s=2.4e-3,
+        item_s=1.0e-6,
+        step_host_s=2.3e-3,
         stored_token_s=0.4e-6,
         burst_gap=0.04,
         memory_size=139 * GIB,

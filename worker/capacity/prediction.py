@@ -39,9 +39,17 @@ class Prediction:
 
     @property
     def front_end_s(self) -> float:
-        """Of the front end's process, of one call."""
-        rates = self.forward.rates
-        return rates.call_s + rates.item_s * max(self.workload.items, self.workload.samples)
+        """Outside the worker, of a call alone."""
+        return self.forward.rates.call_s + self._items_s
+
+    @property
+    def busy_front_end_s(self) -> float:
+        """Of the front end's process, of each of many calls."""
+        return self.forward.rates.busy_call_s + self._items_s
+
+    @property
+    def _items_s(self) -> float:
+        return self.forward.rates.item_s * max(self.workload.items, self.workload.samples)
 
     def host_s(self, calls: int = 1) -> float:
         """Of the worker's host, before the GPU starts the first step of so many calls."""
@@ -51,7 +59,7 @@ class Prediction:
 
     def at_once(self, calls: int) -> float:
         """Until the last of calls that come at the same moment is answered; of Score."""
-        waiting = max(self.prefill(calls).total, (calls - 1) * self.front_end_s)
+        waiting = max(self.prefill(calls).total, (calls - 1) * self.busy_front_end_s)
         return self.front_end_s + self.host_s(calls) + waiting
 
     @cached_property
@@ -71,7 +79,7 @@ class Prediction:
         return {
             "GPU": device,
             "worker's host": self.host_s(calls) * steps / calls,
-            "front end": self.front_end_s,
+            "front end": self.busy_front_end_s,
         }
 
     @property

@@ -12,7 +12,8 @@ from stemserve.service.commands.explain import explain
 from stemserve.service.commands.generate import generate
 from stemserve.service.commands.make_key import make_key
 from stemserve.service.commands.score import score
-from stemserve.service.commands.serve import serve, worker
+from stemserve.service.commands.serve import serve
+from stemserve.service.commands.worker import worker
 
 app = typer.Typer(
     no_args_is_help=True,

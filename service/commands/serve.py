@@ -1,4 +1,4 @@
-"""The commands that start processes: serve and worker."""
+"""`stemserve serve`: settings from flags, file and environment, then the server."""
 
 import os
 import sys
@@ -289,16 +289,3 @@ def _ready_line(ready: Ready) -> str:
         f"metrics {ready.metrics_port}"
         + ("" if ready.admin_port is None else f", admin {ready.admin_port}")
     )
-
-
-def worker(context: typer.Context) -> None:
-    """Run a worker alone, for a server elsewhere: stemserve serve --worker HOST:PORT.
-
-    All options go to the worker process; stemserve worker --help lists them.
-
-    \b
-    Example:
-      stemserve worker --listen 127.0.0.1:50061 --model ./Qwen3-0.6B
-    """
-    command = [sys.executable, "-m", "stemserve.worker", *context.args]
-    os.execv(sys.executable, command)

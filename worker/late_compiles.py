@@ -2,6 +2,7 @@
 
 import logging
 import time
+from importlib import import_module
 from typing import Any
 
 log = logging.getLogger(__name__)
@@ -14,9 +15,7 @@ class LateCompiles:
         self._began = 0.0  # the compilation that runs, time.perf_counter
 
     def watch(self) -> None:
-        import triton
-
-        runtime: Any = triton.knobs.runtime  # untyped
+        runtime: Any = import_module("triton.knobs").runtime
         runtime.jit_cache_hook = self.begin
         runtime.jit_post_compile_hook = self.end
 

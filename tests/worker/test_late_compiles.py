@@ -1,6 +1,8 @@
 """What a GPU's worker says of kernels that are compiled once it serves."""
 
 import logging
+from importlib import import_module
+from typing import Any
 
 import pytest
 import torch
@@ -23,11 +25,9 @@ def test_a_kernel_is_named_with_the_time_that_a_step_waited(
 def test_triton_tells_of_a_kernel_that_nobody_has_used(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    import triton
-
     from stemserve.kernels.fused.fused_gate import silu_mul
 
-    runtime = triton.knobs.runtime
+    runtime: Any = import_module("triton.knobs").runtime
     for hook in ("jit_cache_hook", "jit_post_compile_hook"):
         monkeypatch.setattr(runtime, hook, getattr(runtime, hook))
     with caplog.at_level(logging.INFO):

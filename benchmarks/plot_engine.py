@@ -64,6 +64,8 @@ def _rows(result: dict[str, Any], rows: list[dict[str, Any]], path: Path) -> Non
 
 
 def _open_loop(result: dict[str, Any], path: Path) -> None:
+    from matplotlib import ticker
+
     figure, axes = _axes(f"Open loop on {result['gpu'] or 'a CPU'}", 4.0)
     levels = [level for level in result["open_loop"]["levels"] if level["latency"]]
     rates = [level["items_per_s"] for level in levels]
@@ -71,8 +73,9 @@ def _open_loop(result: dict[str, Any], path: Path) -> None:
         axes.plot(rates, [level["latency"][key] for level in levels], "o-", color=colour, label=key)
     axes.axhline(500, color=PEER, linewidth=1, linestyle="--", label="500 ms")
     axes.set_yscale("log")
+    axes.yaxis.set_major_locator(ticker.LogLocator(subs=(1, 2, 5)))
     axes.yaxis.set_major_formatter("{x:g}")
-    axes.yaxis.set_minor_formatter("{x:g}")
+    axes.yaxis.set_minor_formatter(ticker.NullFormatter())
     axes.set_xlabel("items scored a second")
     axes.set_ylabel("ms from the moment that a call was due")
     axes.legend(frameon=False, fontsize=8)

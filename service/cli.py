@@ -38,6 +38,7 @@ app.command(short_help="Show the prefix forest of a request and its costs.")(exp
 app.command(short_help="Measure what attention costs on this machine.")(calibrate)
 app.command(
     short_help="Predict how many GPUs a load needs.",
+    add_help_option=False,
     context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
 )(capacity)
 app.command(short_help="Measure a server, or the rows of the baselines.")(bench)

@@ -180,7 +180,7 @@ def _check_choice(allowed: Int32, banned: Int32, ends: frozenset[int], vocab_siz
 
 def _room(prompt: Int32, context_tokens: int) -> int:
     if not len(prompt):
-        raise InvalidRequest("prompt", "has no tokens")
+        raise InvalidRequest("prompt", "has no tokens; give a text, token ids, a prefix or a chat")
     if len(prompt) >= context_tokens:
         raise InvalidRequest(
             "prompt",

@@ -10,6 +10,15 @@ from stemserve.service.commands.failure import fail
 from stemserve.service.config import default_model_cache
 from stemserve.service.default_model import DEFAULT_MODEL, ModelNotFound, resolve
 
+COMMAND = (sys.executable, "-m", "stemserve.worker", "capacity")
+
+
+def _all_help(context: typer.Context, wanted: bool) -> None:
+    """This command's help, and that of the process which knows the other options."""
+    if wanted:
+        print(context.get_help(), end="\n\n", flush=True)
+        raise typer.Exit(subprocess.run([*COMMAND, "--help"], check=False).returncode)
+
 
 def capacity(
     context: typer.Context,
@@ -20,11 +29,17 @@ def capacity(
             "Only its shape matters."
         ),
     ],
+    _help: Annotated[
+        bool,
+        typer.Option(
+            "--help", is_eager=True, callback=_all_help, help="Show this message and exit."
+        ),
+    ] = False,
 ) -> None:
     """Predict how many GPUs a load needs, from the cost tables; no GPU is needed.
 
-    The other options are those of `python -m stemserve.worker capacity --help`. docs/capacity.md
-    says how far predictions were from what was measured.
+    Options of the load and of the device are listed below. docs/capacity.md says how far
+    predictions were from what was measured.
 
     \b
     Examples:
@@ -37,8 +52,7 @@ def capacity(
         path = resolve(model, cache_dir=default_model_cache(), progress=_say)
     except ModelNotFound as error:
         fail(str(error))
-    command = [sys.executable, "-m", "stemserve.worker", "capacity", "--model", str(path)]
-    code = subprocess.run([*command, *context.args], check=False).returncode
+    code = subprocess.run([*COMMAND, "--model", str(path), *context.args], check=False).returncode
     if code:
         raise typer.Exit(code)
 

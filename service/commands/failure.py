@@ -13,7 +13,7 @@ ADVICE = {
     grpc.StatusCode.DEADLINE_EXCEEDED: "allow more time with --timeout",
     grpc.StatusCode.RESOURCE_EXHAUSTED: "send less at once",
     grpc.StatusCode.UNAUTHENTICATED: "give --api-key or STEMSERVE_API_KEY",
-    grpc.StatusCode.NOT_FOUND: "`stemserve prefixes list` or `tries list` shows those there are",
+    grpc.StatusCode.NOT_FOUND: "`stemserve prefixes list` and `tries list` show those there are",
     grpc.StatusCode.INTERNAL: "see the server's log",
 }
 

@@ -29,6 +29,7 @@ from stemserve.service.commands.options import (
     Prompt,
     Samples,
     kernel_value,
+    read_text,
     whole_uint32,
     whole_uint64,
 )
@@ -260,11 +261,11 @@ def _constrain(
     if regex is not None:
         request.regex = regex
     if json_schema is not None:
-        request.json_schema = json_schema.read_text("utf-8")
+        request.json_schema = read_text("--json-schema", str(json_schema))
     if trie:
         request.trie_id = trie
     if grammar is not None:
-        request.grammar = grammar.read_text("utf-8")
+        request.grammar = read_text("--grammar", str(grammar))
 
 
 async def _generate(

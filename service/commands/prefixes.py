@@ -67,6 +67,8 @@ def register(
     Example:
       stemserve prefixes register --file article.txt --prefix-id article --warm
     """
+    if bool(text) == (file is not None):
+        raise typer.BadParameter("give one of --text and --file")
     request = prefixes_pb2.RegisterRequest(
         text=text if file is None else read_text("--file", file),
         parent_prefix_id=parent_prefix_id,

@@ -182,7 +182,7 @@ def _grammar(source: Source) -> str:
                     overrides=JSON_STYLE,
                 )
             except ValueError as error:
-                raise InvalidRequest(source.kind, str(error)[:PROBLEM_CHARACTERS]) from error
+                raise InvalidRequest(source.kind, _schema_problem(source.text, error)) from error
         case "grammar":
             return llguidance.LLMatcher.grammar_from_lark(source.text)
         case kind:
@@ -192,6 +192,19 @@ def _grammar(source: Source) -> str:
 def _literal(text: str) -> str:
     """A regular expression of this text only."""
     return "".join(c if c.isascii() and c.isalnum() else f"\\x{{{ord(c):x}}}" for c in text)
+
+
+def _schema_problem(schema: str, error: ValueError) -> str:
+    """The library's words, which say nothing of use about a text that is no schema at all."""
+    try:
+        value = json.loads(schema)
+    except json.JSONDecodeError as fault:
+        return f"is not valid JSON: {fault}"
+    except (ValueError, RecursionError):  # JSON, with more digits or levels than Python takes
+        value = {}
+    if not isinstance(value, dict | bool):
+        return "is JSON, but no schema; a schema is an object"
+    return str(error)[:PROBLEM_CHARACTERS]
 
 
 def _problem(matcher: llguidance.LLMatcher) -> str:

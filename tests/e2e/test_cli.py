@@ -46,3 +46,9 @@ def test_help_is_given(run: Run, command: str) -> None:
     done = run(*command.split(), "--help")
     assert done.returncode == 0
     assert "usage" in done.stdout.lower()
+
+
+def test_help_of_capacity_has_the_options_of_the_process_that_predicts(run: Run) -> None:
+    shown = run("capacity", "--help").stdout
+    for option in ("--model", "--prefix-tokens", "--hit-rate", "--latency-ms"):
+        assert option in shown

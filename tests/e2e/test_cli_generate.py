@@ -110,6 +110,18 @@ def test_generate_says_what_is_wrong_with_an_option(
     assert "Traceback" not in done.stderr
 
 
+def test_generate_names_what_is_missing_or_unreadable(
+    run: Run, address: str, tmp_path: Path
+) -> None:
+    nothing = run("generate", "--server", address)
+    assert nothing.returncode == 1 and "give a text, token ids, a prefix" in nothing.stderr
+    file = tmp_path / "schema.json"
+    file.write_bytes(b"\xff\xfe{")
+    for option in ("--json-schema", "--grammar"):
+        done = run("generate", "--server", address, "--prompt", "once", option, file)
+        assert done.returncode == 2 and "it is not UTF-8 text" in " ".join(done.stderr.split())
+
+
 def test_generate_draws_from_what_truncation_leaves(run: Run, address: str) -> None:
     likeliest = greedy(run, address, "--temperature", 0)["token_ids"]
     for words in (("--top-k", 1), ("--top-p", 1e-6), ("--min-p", 1)):

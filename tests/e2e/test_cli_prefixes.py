@@ -1,5 +1,7 @@
 """`stemserve prefixes` and `explain` against a real server and a real worker."""
 
+from pathlib import Path
+
 import pytest
 from tests.e2e.cli_runs import Run, parsed
 
@@ -26,6 +28,14 @@ def test_prefixes_are_registered_used_and_released(run: Run, address: str) -> No
     assert "NOT_FOUND: prefix 'story' is not registered" in gone.stderr
     fields = prefixes_pb2.Prefix.DESCRIPTOR.fields_by_name
     assert registered.keys() == set(fields)
+
+
+def test_a_prefix_is_a_text_or_a_file(run: Run, address: str, tmp_path: Path) -> None:
+    file = tmp_path / "text.txt"
+    file.write_text("a story")
+    for words in ((), ("--text", "a", "--file", file)):
+        done = run("prefixes", "register", "--server", address, *words)
+        assert done.returncode == 2 and "give one of --text and --file" in done.stderr
 
 
 @pytest.mark.parametrize(

@@ -173,7 +173,8 @@ def _suggestion(key: str) -> str:
     parent, _, name = key.rpartition(".")
     above = f"{parent}." if parent else ""
     known = {k[len(above) :].split(".")[0] for k in known_keys() if k.startswith(above)}
-    close = difflib.get_close_matches(name, known, n=1)
+    elsewhere = [k for k in known_keys() if k.endswith(f".{name}")]
+    close = difflib.get_close_matches(name, known, n=1) or elsewhere[:1]
     return f"; did you mean {close[0]}?" if close else ""
 
 

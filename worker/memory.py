@@ -79,7 +79,7 @@ def cpu_kv_room() -> KvRoom:
     return KvRoom(
         default=min(int(free * CPU_KV_SHARE), CPU_KV_BYTES),
         most=free,
-        advice="pass a smaller --kv-pages or --kv-memory-bytes",
+        advice="pass a smaller --kv-pages or --kv-memory (of a worker alone: --kv-memory-bytes)",
     )
 
 

@@ -46,8 +46,8 @@ STEPS_IN_FLIGHT = 2
 # Kept free on a GPU for decode graphs, which are captured once the KV cache is there.
 GRAPH_BYTES = 1 << 30
 GPU_ADVICE = (
-    "pass a larger --gpu-memory-utilization, or a smaller --kv-pages, --kv-memory-bytes, "
-    "--max-step-tokens or --sampler-slots"
+    "pass a larger --gpu-memory-utilization, or a smaller --kv-pages, --kv-memory, "
+    "--max-step-tokens (of a worker alone: --kv-memory-bytes, --sampler-slots)"
 )
 
 
@@ -255,7 +255,8 @@ def _make_pool(shape: KvShape, device: torch.device) -> KvPool:
         if is_shortage(error):
             raise ConfigError(
                 f"not enough memory for {shape.pages} KV pages of {shape.total_bytes} bytes: pass "
-                "a smaller --kv-pages, --kv-memory-bytes or --gpu-memory-utilization"
+                "a smaller --kv-pages, --kv-memory (of a worker alone: --kv-memory-bytes) "
+                "or --gpu-memory-utilization"
             ) from error
         raise
 

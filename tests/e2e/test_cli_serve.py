@@ -20,6 +20,16 @@ def test_a_worker_that_cannot_load_its_model_ends_the_server(
     assert "safetensors" in done.stderr
 
 
+def test_a_cache_that_does_not_fit_is_refused_by_the_name_of_the_servers_flag(
+    run_process: Run, tiny_model: Path
+) -> None:
+    words = ("--model", tiny_model, "--load-format", "dummy", "--device", "cpu")
+    free = ("--port", 0, "--health-port", 0, "--metrics-port", 0)
+    done = run_process("serve", *free, *words, "--kv-memory", "8000G")
+    assert done.returncode == 1
+    assert "pass a smaller --kv-pages or --kv-memory (" in done.stderr
+
+
 def test_a_killed_worker_is_replaced_and_answers_the_same(
     run: Run, start_server: StartServer, dummy_options: list[object]
 ) -> None:

@@ -62,6 +62,8 @@ def test_sizes_and_lists_may_be_written_as_people_write_them(tmp_path: Path) -> 
     ("text", "problem"),
     [
         ("[server]\nprot = 1", r"server.prot \(.*toml\): there is no such key; did you mean port"),
+        ("port = 1", r"port \(.*toml\): there is no such key; did you mean server.port"),
+        ("[server]\nmax_items = 1", r"server.max_items .*; did you mean limits.max_items"),
         ("[sever]\nport = 1", r"sever \(.*toml\): there is no such key; did you mean server"),
         ("[server]\nport = 'x'", r"server.port \(.*toml\): Input should be a valid integer"),
         ("[server]\nport = 70000", r"server \(.*toml\): port 70000 is not in 0 .. 65535"),

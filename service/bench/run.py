@@ -54,9 +54,9 @@ def _progress(
 def _line(entry: Entry) -> str:
     peer = f"{entry['peer']} {entry['peer_ms']} ms" if entry["peer_ms"] else entry["why_no_peer"]
     failed = f", {entry['failures']} failures: {entry['first_failure']}"
+    goal = f" (goal {entry['goal_ms']})" if entry["goal_ms"] is not None else ""
     return (
-        f"{entry['name']}: {entry['ours_ms']} ms (goal {entry['goal_ms']}), {peer}"
-        f"{failed if entry['failures'] else ''}"
+        f"{entry['name']}: {entry['ours_ms']} ms{goal}, {peer}{failed if entry['failures'] else ''}"
     )
 
 

@@ -22,7 +22,7 @@ from stemserve.service.bench.tokens import TokenSource
 from stemserve.service.bench.unshared_bench import measure_unshared
 from stemserve.service.client_errors import ClientError
 
-NO_PEER = PeerRow(peer="none", peer_ms=None, why="no peer was asked for (--peer)")
+NO_PEER = PeerRow(peer="none", peer_ms=None, why="no peer: bench_engine.py --peer runs one")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -148,6 +148,7 @@ def test_the_command_measures_a_running_server_and_writes_its_files(
     )
     assert done.returncode == 0, done.stderr
     assert f"wrote {output}" in done.stdout
+    assert "goal None" not in done.stdout + done.stderr
     content = json.loads(output.read_text())
     (row,) = content["rows"]
     assert row["ours_ms"] > 0 and row["failures"] == 0

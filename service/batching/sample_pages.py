@@ -64,9 +64,10 @@ class SamplePages:
         return Room.FOUND
 
     def settle(self, sample: Sample) -> None:
-        """Leave what a sample that has ended computed in the tree."""
+        """Leave what a sample that has ended computed in the tree: not all that it has generated,
+        where it was stopped while rows of lost pages ran again."""
         if sample.branch is not None and self.chain is not None:
-            stored = sample.sequence(self._job.prompt)[:-1]
+            stored = sample.sequence(self._job.prompt)[:-1][: sample.stored]
             self._cache.adopt(sample.branch, self.chain, stored, self._job.realm)
             sample.branch = None
 

@@ -87,6 +87,24 @@ def test_stopping_the_last_sample_ends_the_job_without_another_step() -> None:
     rig.batcher.check_idle()
 
 
+@pytest.mark.parametrize("turns", range(50, 62))
+def test_what_a_stopped_sample_has_not_run_again_is_not_in_the_cache(turns: int) -> None:
+    rig = make_rig(pages=10, budget=12)
+    jobs = [
+        generate_job(f"{n}", random_tokens(n, 20), samples=2, max_new_tokens=50, temperature=1.0)
+        for n in range(3)
+    ]
+    rig.submit(*jobs)
+    for _ in range(turns):
+        rig.turn()
+    rig.batcher.stop_sample("1", 1)
+    rig.batcher.cancel("0")
+    rig.batcher.cancel("2")
+    talk = [*jobs[1].prompt.tolist(), *rig.answers["1"].tokens[1], 1]
+    run_right(rig, generate_job("next", talk, max_new_tokens=2))
+    rig.batcher.check_idle()
+
+
 @pytest.mark.parametrize(("samples", "new_tokens", "pages"), [(1, 101, 50), (3, 21, 49)])
 def test_what_fits_exactly_runs(samples: int, new_tokens: int, pages: int) -> None:
     rig = make_rig(pages=pages, budget=64)

@@ -70,7 +70,10 @@ class TrieReader:
                 parts.append(await self._texts(request.texts, reserve))
         if first is None or not parts:
             raise InvalidRequest(FIELD, "needs sequences; none came")
-        trie, digest = await self._compiler.made("trie_id", lambda: self._build(parts))
+        try:
+            trie, digest = await self._compiler.made("trie_id", lambda: self._build(parts))
+        finally:
+            parts.clear()  # the executor keeps what was cancelled in its queue
         return NewTrie(trie_id=first.trie_id, trie=trie, digest=digest, ttl_s=first.ttl_seconds)
 
     async def _sequences(

@@ -4,7 +4,7 @@ import asyncio
 import time
 from collections import OrderedDict
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from functools import cached_property, partial
 from typing import Any, TypeVar
 
@@ -57,11 +57,21 @@ class ConstraintCompiler:
         return await self._in_time(source.kind, asyncio.shield(running))
 
     async def made(self, kind: str, build: Callable[[], Made]) -> Made:
-        """What `build` makes in a thread, for somebody else to keep. Raises as `compiled`."""
-        running = self._started(kind, build)
+        """What `build` makes in a thread, for somebody else to keep. Raises as `compiled`.
+
+        Returns, even when it is cancelled, once the thread has let go of what it works on: what
+        that takes is the caller's to count.
+        """
+        submitted = self._submitted(kind, build)
+        running = asyncio.wrap_future(submitted)
         self._others.add(running)
         running.add_done_callback(self._others.discard)
-        return await self._in_time(kind, running)
+        try:
+            return await self._in_time(kind, asyncio.shield(running))
+        except BaseException:
+            if not submitted.cancel():
+                await asyncio.wait([running])
+            raise
 
     async def _in_time(self, kind: str, running: asyncio.Future[Made]) -> Made:
         try:
@@ -78,15 +88,15 @@ class ConstraintCompiler:
         running = self._running.get(source)
         if running is not None:
             return running
-        running = self._running[source] = self._started(source.kind, build)
+        running = asyncio.wrap_future(self._submitted(source.kind, build))
+        self._running[source] = running
         running.add_done_callback(lambda done: self._keep(source, done))
         return running
 
-    def _started(self, kind: str, build: Callable[[], Made]) -> asyncio.Future[Made]:
+    def _submitted(self, kind: str, build: Callable[[], Made]) -> Future[Made]:
         if len(self._running) + len(self._others) >= MOST_WAITING:
             raise QueueFull("too many constraints are being compiled", retry_after_s=RETRY_S)
-        loop = asyncio.get_running_loop()
-        return loop.run_in_executor(self._executor, partial(self._compile, kind, build))
+        return self._executor.submit(partial(self._compile, kind, build))
 
     def _compile_text(self, source: Source) -> Constraint:
         return compile_source(source, self._vocabulary)

@@ -176,3 +176,59 @@ async def test_large_constraints_make_room_for_one_another(executor: ThreadPoolE
     assert await compiled(2) is first[2]
     assert await compiled(1) is first[1]
     assert await compiled(0) is not first[0]
+
+
+async def test_what_a_thread_works_on_is_held_until_it_ends_though_the_caller_has_left(
+    executor: ThreadPoolExecutor,
+) -> None:
+    compiler, go_on = make_compiler(executor), threading.Event()
+    started, built = asyncio.Event(), list[str]()
+    loop = asyncio.get_running_loop()
+
+    def build() -> None:
+        loop.call_soon_threadsafe(started.set)
+        go_on.wait()
+        built.append("running")
+
+    running = asyncio.create_task(compiler.made("trie_id", build))
+    waiting = asyncio.create_task(compiler.made("trie_id", lambda: built.append("waiting")))
+    await started.wait()
+    running.cancel()
+    waiting.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await waiting
+    for _ in range(10):
+        await asyncio.sleep(0)
+    is_held = not running.done()
+    go_on.set()
+    assert is_held
+    with pytest.raises(asyncio.CancelledError):
+        await running
+    assert built == ["running"]
+
+
+async def test_those_whose_callers_have_left_count_until_they_end(
+    executor: ThreadPoolExecutor,
+) -> None:
+    compiler, go_on, started = make_compiler(executor), threading.Event(), threading.Event()
+
+    def build() -> None:
+        started.set()
+        go_on.wait()
+
+    left = asyncio.create_task(compiler.made("trie_id", build))
+    assert await asyncio.to_thread(started.wait, 60)
+    left.cancel()
+    await asyncio.sleep(0)
+    waiting = [
+        asyncio.create_task(compiler.made("trie_id", lambda: None)) for _ in range(MOST_WAITING - 1)
+    ]
+    await asyncio.sleep(0)
+    more = asyncio.create_task(compiler.made("trie_id", lambda: None))
+    await asyncio.sleep(0)
+    go_on.set()
+    with pytest.raises(QueueFull):
+        await more
+    await asyncio.gather(*waiting)
+    with pytest.raises(asyncio.CancelledError):
+        await left

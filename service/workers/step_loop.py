@@ -194,7 +194,7 @@ class StepLoop:
         except RequestError as error:
             self._events.append(JobFailed(request_id=job.request_id, error=error))
         except Exception as error:  # a job that the batcher did not take harms no other
-            _log.exception("cannot take job %s", job.request_id)
+            _log.exception("cannot take job %r", job.request_id)
             fault = EngineFault(f"fault in the step loop: {error!r}; report it")
             self._events.append(JobFailed(request_id=job.request_id, error=fault))
         else:

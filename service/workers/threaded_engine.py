@@ -40,6 +40,7 @@ from stemserve.service.workers.token_stream import MAX_UNREAD_TOKENS, TokenStrea
 
 PREDICT_TIMEOUT_S = 30.0
 FEW_CONTEXTS = 4  # each takes 0.07 ms to plan
+FEW_CONTEXT_TOKENS = 8_192  # of all of them; 100,000 that are not cached take 9 ms
 # That a job waits for others while a step runs; a result ends it.
 GATHER_S = 0.002
 REFUSE_S = 0.01  # where no step can be planned before a result: it may be refused
@@ -185,8 +186,8 @@ class ThreadedEngine:
 
     def _submit(self, job: Job) -> None:
         """Jobs of calls that come together are planned together. What may take long to plan is for
-        the step loop's thread, not for this one: masks of a generation, many contexts, and what is
-        planned beside running work."""
+        the step loop's thread, not for this one: masks of a generation, many contexts or long
+        ones, and what is planned beside running work."""
         trace = current_call().trace
         self._inbox.leave(Submit(job=job if trace is None else replace(job, trace=trace)))
         self._is_work_long = self._is_work_long or not _is_planned_at_once(job)
@@ -272,7 +273,9 @@ class ThreadedEngine:
 
 
 def _is_planned_at_once(job: Job) -> bool:
-    return isinstance(job, ScoreJob) and len(job.contexts) <= FEW_CONTEXTS
+    if not isinstance(job, ScoreJob) or len(job.contexts) > FEW_CONTEXTS:
+        return False
+    return sum(map(len, job.contexts)) <= FEW_CONTEXT_TOKENS
 
 
 def _next_prediction(

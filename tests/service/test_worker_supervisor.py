@@ -16,6 +16,7 @@ from stemserve.proto.v1 import worker_pb2
 from stemserve.service.batching.batcher import Batcher
 from stemserve.service.errors import DeadlinePassed, EngineFault, NotReady
 from stemserve.service.stream_pace import StreamPace
+from stemserve.service.workers import threaded_engine
 from stemserve.service.workers.worker_client import WorkerUnreachable
 
 Command = Callable[..., list[str]]
@@ -49,7 +50,7 @@ class NotingBatcher(Batcher):
 
 
 async def test_the_rpc_loop_plans_only_what_is_planned_at_once(
-    fake_worker_command: Command,
+    fake_worker_command: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     here, planners = threading.current_thread().name, NotingBatcher.planners
     async with Rig([fake_worker_command()], make_batcher=NotingBatcher) as rig:
@@ -57,10 +58,13 @@ async def test_the_rpc_loop_plans_only_what_is_planned_at_once(
         planners.clear()
         await rig.engine.score(score_job())
         assert planners == [here]
+        monkeypatch.setattr(threaded_engine, "FEW_CONTEXT_TOKENS", 19)
+        await asyncio.sleep(0.1)  # so that no other thread has its turn
+        await rig.engine.score(replace(score_job(), contexts=(np.arange(20, dtype=np.int32),)))
         many = replace(score_job(), contexts=(np.arange(20, dtype=np.int32),) * 10)
         await rig.engine.score(many)
         await rig.generate(generate_job(tokens=20))
-        assert len(planners) > 20
+        assert len(planners) > 21
         assert here not in planners[1:]
 
 

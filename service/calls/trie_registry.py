@@ -5,6 +5,7 @@ from collections import Counter
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from weakref import ref
 
 from stemserve.service.caller import Caller
 from stemserve.service.constraints.token_trie import TokenTrie
@@ -36,10 +37,18 @@ class RegisteredTrie:
     expires_s: float  # on the registry's clock
 
 
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class _Gone:
+    tenant: str
+    trie: ref[TokenTrie]
+    num_bytes: int
+
+
 class TrieRegistry:
     """Ids are unique under a tenant, and say nothing to another.
 
-    A trie is gone when it is deleted, or was not used for its TTL; nothing else makes room.
+    A trie is gone when it is deleted, or was not used for its TTL; nothing else makes room. Its
+    bytes count until the generations that still use it have ended.
     """
 
     def __init__(self, bounds: TrieBounds, *, clock: Callable[[], float]) -> None:
@@ -47,10 +56,11 @@ class TrieRegistry:
         self._clock = clock
         self._tries: dict[tuple[str, str], RegisteredTrie] = {}
         self._bytes: Counter[str] = Counter()  # by tenant, uploads too
+        self._gone: list[_Gone] = []  # what generations may still use
 
     @property
     def num_bytes(self) -> int:
-        self.drop_expired()
+        self._settle()
         return self._bytes.total()
 
     def __len__(self) -> int:
@@ -131,12 +141,21 @@ class TrieRegistry:
         return known
 
     def _drop(self, key: tuple[str, str]) -> None:
-        self._bytes[key[0]] -= self._tries.pop(key).trie.num_bytes
+        trie = self._tries.pop(key).trie
+        self._gone.append(_Gone(tenant=key[0], trie=ref(trie), num_bytes=trie.num_bytes))
+
+    def _settle(self) -> None:
+        """Give back the bytes of what nobody uses."""
+        self.drop_expired()
+        for gone in self._gone:
+            if gone.trie() is None:
+                self._bytes[gone.tenant] -= gone.num_bytes
+        self._gone = [gone for gone in self._gone if gone.trie() is not None]
 
     def _reserve(self, caller: Caller, count: int) -> None:
         most, tenant = caller.max_trie_bytes, caller.tenant
         if most and self._bytes[tenant] + count > most:
-            self.drop_expired()
+            self._settle()
             held = self._bytes[tenant] + count
             if held > most:
                 raise QuotaExceeded(

@@ -19,7 +19,7 @@ ROOT = 0
 TOKEN_BITS = 32
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+@dataclass(frozen=True, slots=True, weakref_slot=True, kw_only=True, eq=False)
 class TokenTrie:
     """Nodes by their depth, and those of one depth in the order of their sequences.
 

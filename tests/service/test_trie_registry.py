@@ -32,11 +32,12 @@ def trie_of(*sequences: list[int]) -> TokenTrie:
     return BUILDER.build("set", pack([np.array(each, np.int32) for each in sequences]))
 
 
-TRIE = trie_of([1, 2], [3])
+SEQUENCES = ([1, 2], [3])
+TRIE = trie_of(*SEQUENCES)
 
 
 def new(trie_id: str = "t", *, digest: str = "one", ttl_s: float = 0.0) -> NewTrie:
-    return NewTrie(trie_id=trie_id, trie=TRIE, digest=digest, ttl_s=ttl_s)
+    return NewTrie(trie_id=trie_id, trie=trie_of(*SEQUENCES), digest=digest, ttl_s=ttl_s)
 
 
 def make(clock: Clock, *, max_tries: int = 10, max_bytes: int = 1 << 20) -> TrieRegistry:
@@ -46,7 +47,7 @@ def make(clock: Clock, *, max_tries: int = 10, max_bytes: int = 1 << 20) -> Trie
 def test_a_trie_belongs_to_its_tenant() -> None:
     registry = make(Clock())
     registry.put(A, new())
-    assert registry.get(A, "t").trie is TRIE
+    assert registry.get(A, "t").trie.num_bytes == TRIE.num_bytes
     for act in (registry.get, registry.use, registry.delete):
         with pytest.raises(TrieNotFound, match="UploadTrie first"):
             act(B, "t")
@@ -54,6 +55,23 @@ def test_a_trie_belongs_to_its_tenant() -> None:
     assert [kept.trie_id for kept in registry.page(A, after="", count=9)] == ["t"]
     registry.delete(A, "t")
     assert len(registry) == 1 and registry.num_bytes == TRIE.num_bytes
+
+
+def test_a_deleted_trie_counts_until_the_last_generation_with_it_ends() -> None:
+    clock = Clock()
+    registry = make(clock, max_bytes=2 * TRIE.num_bytes)
+    for trie_id in ("deleted", "expired"):
+        registry.put(A, new(trie_id, ttl_s=5.0))
+    generations = [registry.use(A, trie_id).trie for trie_id in ("deleted", "expired")]
+    registry.delete(A, "deleted")
+    clock.now += 6.0
+    assert len(registry) == 0 and registry.num_bytes == 2 * TRIE.num_bytes
+    with pytest.raises(TriesFull):
+        registry.put(A, new("more"))
+    del generations[0]
+    registry.put(A, new("more"))
+    generations.clear()
+    assert registry.num_bytes == TRIE.num_bytes
 
 
 def test_without_an_id_the_content_is_the_id() -> None:

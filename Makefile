@@ -35,7 +35,7 @@ demo: $(STAMP) $(MODEL)
 	$(BIN)/python examples/demo.py --model $(MODEL)
 
 test: $(STAMP) $(MODEL) prometheus
-	$(BIN)/pytest -m "not gpu"
+	$(BIN)/pytest -m "not gpu" -n 2 --dist loadfile
 
 # Chart, images, rules and routing, as far as they can be checked without a cluster; ends with a line of JSON.
 # As root with buildah and debootstrap the CPU image is built and run too; ARGS=--no-image leaves that out.

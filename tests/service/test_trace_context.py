@@ -56,8 +56,10 @@ def test_a_state_that_is_too_long_is_dropped() -> None:
     assert found is not None and found.state == ""
 
 
-@pytest.mark.parametrize("ratio", [0.0, 1.0, secrets.randbelow(10**6) / 10**6])
-def test_traces_are_chosen_as_other_services_choose_them(ratio: float) -> None:
+@pytest.mark.parametrize("ratio", [0.0, 1.0, None])
+def test_traces_are_chosen_as_other_services_choose_them(ratio: float | None) -> None:
+    if ratio is None:
+        ratio = secrets.randbelow(10**6) / 10**6
     theirs = TraceIdRatioBased(ratio)
     for trace_id in [new_trace_id() for _ in range(300)]:
         decision = theirs.should_sample(None, trace_id, "").decision

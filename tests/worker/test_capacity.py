@@ -53,8 +53,10 @@ def prediction(forward: ForwardSeconds, workload: Workload) -> Prediction:
     return Prediction(forward=forward, workload=workload, step_rows=9216, decode_rows=64)
 
 
-@pytest.mark.parametrize("seed", [random.SystemRandom().randrange(2**31) for _ in range(8)])
-def test_steps_compute_every_token_once_and_hold_no_more_than_they_may(seed: int) -> None:
+@pytest.mark.parametrize("number", range(8))
+def test_steps_compute_every_token_once_and_hold_no_more_than_they_may(number: int) -> None:
+    seed = random.SystemRandom().randrange(2**31)
+    print(f"seed {seed} of {number}")
     draw = random.Random(seed)
     rows = draw.choice([64, 300, 4096])
     work = scores(

@@ -9,7 +9,8 @@ import torch
 pytest.importorskip("triton")
 
 from tests.kernels.row_products import alike_rows
-from tests.worker.decode_rig import Rig, Story, drawn, greedy, make_rig
+from tests.worker.decode_rig import Rig, make_rig
+from tests.worker.decode_story import Story, drawn, greedy
 
 from stemserve.proto.v1 import worker_pb2
 

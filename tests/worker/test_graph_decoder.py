@@ -12,19 +12,8 @@ import torch
 
 pytest.importorskip("triton")
 
-from tests.worker.decode_rig import (
-    CPU,
-    LIMITS,
-    MAX_BURST,
-    PAGE,
-    PAGES,
-    Decoded,
-    Rig,
-    Story,
-    drawn,
-    greedy,
-    make_rig,
-)
+from tests.worker.decode_rig import CPU, LIMITS, MAX_BURST, Rig, make_rig
+from tests.worker.decode_story import PAGE, PAGES, Decoded, Story, drawn, greedy
 
 from stemserve.kernels.codec_division import Division, PieceCosts
 from stemserve.kernels.codec_pairs import Pairing

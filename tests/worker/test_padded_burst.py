@@ -6,7 +6,8 @@ import torch
 
 pytest.importorskip("triton")
 
-from tests.worker.decode_rig import LIMITS, PAGES, SLOTS, Story, greedy
+from tests.worker.decode_rig import LIMITS
+from tests.worker.decode_story import PAGES, SLOTS, Story, greedy
 
 from stemserve.kernels.codec_decode import CodecDecode, DecodeNumbers
 from stemserve.kernels.codec_growth import NO_GROWTH, leaf_growth

@@ -48,9 +48,10 @@ async def client(ports: dict[str, int]) -> AsyncIterator[Client]:
         await until_idle(client)
 
 
-def text_of(rng: np.random.Generator, tokens: int) -> str:
-    """The tokenizer has one token a character."""
-    return "".join(map(chr, rng.integers(ord("a"), ord("z") + 1, tokens)))
+def text_of(rng: np.random.Generator, tokens: int, *, first: str = "") -> str:
+    """The tokenizer has one token a character. `first`, in capitals, begins no other text."""
+    drawn = rng.integers(ord("a"), ord("z") + 1, tokens - len(first))
+    return first + "".join(map(chr, drawn))
 
 
 async def score_prefix(client: Client, prefix_id: str, items: list[str]) -> Scores:
@@ -70,7 +71,7 @@ async def push_out(client: Client, rng: np.random.Generator) -> None:
 async def test_b47_a_pin_lasts_until_its_last_owner_lets_go(
     client: Client, rng: np.random.Generator
 ) -> None:
-    text = text_of(rng, 200)
+    text = text_of(rng, 200, first="T")
     asked = Register(text=text, prefix_id="twice", pin=True)
     for _ in range(2):
         await client.register(asked)
@@ -152,7 +153,7 @@ async def test_b48_a_cached_prompt_is_found_again_by_its_own_tenant_only(
     tenant_ports: dict[str, int], rng: np.random.Generator
 ) -> None:
     """Not by the others of a group, nor where names of tenants and groups join to the same."""
-    prompt = text_of(rng, 50)
+    prompt = text_of(rng, 50, first="P")
     cached: list[tuple[str, int]] = []
     scores: list[float] = []
     for name in ("search", "search", "mail", "web", "ads", "news", "ads", "ab", "a", "search"):
@@ -179,7 +180,7 @@ async def test_b48_a_group_finds_the_full_pages_of_a_shared_prefix_and_each_tena
     tenant_ports: dict[str, int], rng: np.random.Generator
 ) -> None:
     """The prefix has 3 full pages and 2 tokens, the context 30 more."""
-    law, rest = text_of(rng, 50), text_of(rng, 30)
+    law, rest = text_of(rng, 50, first="L"), text_of(rng, 30)
     context = inference_pb2.Context(prefix_id="law", text=rest)
     async with as_tenant(tenant_ports, "ads") as client:
         await client.register(Register(text=law, prefix_id="law", shared=True, warm=True))

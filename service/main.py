@@ -4,9 +4,9 @@ import asyncio
 import logging
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Generator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AsyncExitStack, suppress
+from contextlib import AsyncExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -20,6 +20,7 @@ from stemserve.service.batching.speculation import DraftPolicy
 from stemserve.service.calls.admin_servicer import AdminServicer
 from stemserve.service.calls.services import SERVICES, Services
 from stemserve.service.config import ServerConfig, ServiceConfig
+from stemserve.service.constraints.compile_queue import CompileQueue
 from stemserve.service.instruments import BeforeScrape
 from stemserve.service.metrics import Metrics
 from stemserve.service.request import WorkerFacts
@@ -94,6 +95,7 @@ class _Core:
             inbox,
             max_unread_tokens=config.limits.max_unread_tokens,
             max_stream_delay_s=config.server.max_stream_delay_ms / 1e3,
+            note_lost=self.metrics.delivery_failed,
         )
         self.step_loop = StepLoop(
             inbox,
@@ -173,7 +175,7 @@ async def serve(
             tokenizer=tokenizer,
             executor=stack.enter_context(ThreadPoolExecutor(TOKENIZER_THREADS, "tokenizer")),
             long_executor=stack.enter_context(ThreadPoolExecutor(LONG_TEXT_THREADS, "long-text")),
-            compile_executor=stack.enter_context(ThreadPoolExecutor(COMPILE_THREADS, "compile")),
+            compile_queue=stack.enter_context(_compile_queue(weights)),
             limits=config.limits,
             metrics=core.metrics,
             watch=watch,
@@ -196,6 +198,12 @@ async def serve(
         collecting = asyncio.create_task(collect_when_idle(lambda: not core.engine.running_jobs))
         stack.callback(collecting.cancel)
         await _until_drained(core, signals, gate, config.server)
+
+
+@contextmanager
+def _compile_queue(weights: Mapping[str, float]) -> Generator[CompileQueue]:
+    with ThreadPoolExecutor(COMPILE_THREADS, "compile") as executor:
+        yield CompileQueue(executor, threads=COMPILE_THREADS, weights=weights)
 
 
 def _servers(

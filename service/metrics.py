@@ -170,6 +170,9 @@ class Metrics:
             reason=tuple(dict.fromkeys(REJECTIONS.values())),
             tenant=self._tenants,
         )
+        self.delivery_failed = make.counter(
+            "delivery_faults", "Calls ended by a fault in handing the engine's news to them"
+        ).inc
         self._auth_failures = make.counter(
             "auth_failures", "Calls without a valid credential", reason=AUTH_FAILURES
         )

@@ -43,14 +43,16 @@ class RequestConstraints:
             case None:
                 return None
             case "token_sequences":
-                return self._with_stops(await self._sequences(request.token_sequences), request)
+                return self._with_stops(
+                    await self._sequences(request.token_sequences, caller), request
+                )
             case "trie_id":
                 return self._with_stops(self._named(request.trie_id, caller), request)
             case "choice":
                 source = Source(kind, json.dumps(sorted(set(request.choice.texts))))
             case _:
                 source = Source(kind, getattr(request, kind))
-        return await self._compiler.compiled(source)
+        return await self._compiler.compiled(caller.tenant, source)
 
     def _named(self, trie_id: str, caller: Caller) -> Constraint:
         found = False
@@ -61,10 +63,11 @@ class RequestConstraints:
             self._metrics.constraint_looked_up("trie_id", found=found)
         return trie
 
-    async def _sequences(self, message: inference_pb2.PackedTokens) -> Constraint:
+    async def _sequences(self, message: inference_pb2.PackedTokens, caller: Caller) -> Constraint:
         # Of a large set, tens of milliseconds.
         source = Source(SEQUENCES, await asyncio.to_thread(_digest, message))
-        return await self._compiler.compiled(source, partial(self._trie, message))
+        build = partial(self._trie, message)
+        return await self._compiler.compiled(caller.tenant, source, build)
 
     def _trie(self, message: inference_pb2.PackedTokens) -> TokenTrie:
         """In a thread. Raises InvalidRequest."""

@@ -33,6 +33,7 @@ from stemserve.service.calls.request_constraints import RequestConstraints
 from stemserve.service.calls.score_encoder import ScoreEncoder
 from stemserve.service.calls.score_runner import ScoreRunner
 from stemserve.service.calls.trie_parts import TrieParts
+from stemserve.service.constraints.compile_queue import CompileQueue
 from stemserve.service.constraints.compiler import ConstraintCompiler
 from stemserve.service.engine import Engine
 from stemserve.service.limits import Limits
@@ -70,7 +71,7 @@ class Services:
         tokenizer: Tokenizer,
         executor: ThreadPoolExecutor,
         long_executor: ThreadPoolExecutor,
-        compile_executor: ThreadPoolExecutor,
+        compile_queue: CompileQueue,
         limits: Limits,
         metrics: Metrics,
         watch: CallWatch | None = None,
@@ -89,7 +90,7 @@ class Services:
         score = ScoreRunner(ScoreEncoder(contexts, pool, limits, facts), engine, metrics)
         compiler = ConstraintCompiler(
             tokenizer,
-            compile_executor,
+            compile_queue,
             metrics,
             vocab_size=facts.vocab_size,
             max_compile_ms=limits.max_compile_ms,

@@ -94,7 +94,10 @@ class TrieRegistry:
                 raise TrieExists(key[1])
             return self._keep(key, replace(known, ttl_s=max(known.ttl_s, ttl_s)))
         if len(self) >= self._bounds.max_tries:
-            raise TriesFull(f"{len(self._tries)} tries are there, the most; delete some")
+            raise TriesFull(
+                f"there is no room for another trie: {self._bounds.max_tries} are the most of all "
+                f"callers (max_tries), {self._count(caller)} of them are yours; delete some"
+            )
         self._reserve(caller, new.trie.num_bytes)
         made = RegisteredTrie(
             trie_id=key[1], trie=new.trie, digest=new.digest, ttl_s=ttl_s, expires_s=0.0
@@ -128,6 +131,9 @@ class TrieRegistry:
         now = self._clock()
         for key in [key for key, trie in self._tries.items() if trie.expires_s <= now]:
             self._drop(key)
+
+    def _count(self, caller: Caller) -> int:
+        return sum(tenant == caller.tenant for tenant, _ in self._tries)
 
     def _keep(self, key: tuple[str, str], trie: RegisteredTrie) -> RegisteredTrie:
         kept = self._tries[key] = replace(trie, expires_s=self._clock() + trie.ttl_s)
@@ -164,11 +170,11 @@ class TrieRegistry:
                     subject="max_trie_bytes",
                     retry_after_s=0.0,
                 )
-        if self._bytes.total() + count > self._bounds.max_bytes:
-            held = self.num_bytes + count
-            if held > self._bounds.max_bytes:
-                raise TriesFull(
-                    f"all tries would take {held} bytes with this upload, and max_trie_bytes is "
-                    f"{self._bounds.max_bytes}; delete some"
-                )
+        room = self._bounds.max_bytes - count
+        if self._bytes.total() > room and self.num_bytes > room:
+            raise TriesFull(
+                f"there is no room for {count} bytes more: {self._bounds.max_bytes} are the most "
+                f"of all callers (max_trie_bytes), {self._bytes[tenant]} of them are yours; "
+                "delete some"
+            )
         self._bytes[tenant] += count

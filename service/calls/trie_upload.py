@@ -3,6 +3,7 @@
 import asyncio
 import hashlib
 from collections.abc import AsyncIterator, Callable, Sequence
+from functools import partial
 
 import numpy as np
 
@@ -48,7 +49,9 @@ class TrieReader:
         self._limits = limits
         self._vocab_size = vocab_size
 
-    async def read(self, requests: Requests, reserve: Callable[[int], None]) -> NewTrie:
+    async def read(
+        self, tenant: str, requests: Requests, reserve: Callable[[int], None]
+    ) -> NewTrie:
         """`reserve` is told of all bytes before they are kept. Raises RequestError."""
         first: tries_pb2.UploadTrieRequest | None = None
         parts, sequences = list[PackedTokens](), 0
@@ -71,9 +74,10 @@ class TrieReader:
         if first is None or not parts:
             raise InvalidRequest(FIELD, "needs sequences; none came")
         try:
-            trie, digest = await self._compiler.made("trie_id", lambda: self._build(parts))
+            build = partial(self._build, parts)
+            trie, digest = await self._compiler.made(tenant, "trie_id", build)
         finally:
-            parts.clear()  # the executor keeps what was cancelled in its queue
+            parts.clear()  # an error's traceback may keep them
         return NewTrie(trie_id=first.trie_id, trie=trie, digest=digest, ttl_s=first.ttl_seconds)
 
     async def _sequences(

@@ -25,7 +25,7 @@ class TriesServicer(tries_pb2_grpc.TriesServicer):
     ) -> tries_pb2.UploadTrieResponse:
         caller = current_caller()
         with self._registry.uploading(caller) as reserve:
-            new = await self._reader.read(request_iterator, reserve)
+            new = await self._reader.read(caller.tenant, request_iterator, reserve)
         trie = self._registry.put(caller, new)
         return tries_pb2.UploadTrieResponse(trie=self._message(trie))
 

@@ -2,22 +2,17 @@
 
 import asyncio
 import time
-from collections import OrderedDict
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
 from functools import cached_property, partial
-from typing import Any, TypeVar
+from typing import TypeVar
 
+from stemserve.service.constraints.compile_queue import CompileQueue
 from stemserve.service.constraints.constraint import Constraint
 from stemserve.service.constraints.grammar import Source, Vocabulary, compile_source
-from stemserve.service.errors import InvalidRequest, QueueFull, RequestError
+from stemserve.service.constraints.kept import KeptConstraints
+from stemserve.service.errors import InvalidRequest, RequestError
 from stemserve.service.metrics import Metrics
 from stemserve.service.text.tokenizer import Tokenizer
-
-KEPT = 64
-KEPT_BYTES = 512 << 20  # of all of them, but for the last one used
-MOST_WAITING = 32  # compilations that run or wait
-RETRY_S = 1.0
 
 Made = TypeVar("Made")
 
@@ -26,50 +21,46 @@ class ConstraintCompiler:
     def __init__(
         self,
         tokenizer: Tokenizer,
-        executor: ThreadPoolExecutor,
+        queue: CompileQueue,
         metrics: Metrics,
         *,
         vocab_size: int,
         max_compile_ms: int,
     ) -> None:
-        """`vocab_size`: width of the model's logits. The executor's threads compile only."""
+        """`vocab_size`: width of the model's logits."""
         self._tokenizer = tokenizer
-        self._executor = executor
+        self._queue = queue
         self._metrics = metrics
         self._vocab_size = vocab_size
         self._max_s = max_compile_ms / 1000
-        self._kept: OrderedDict[Source, Constraint] = OrderedDict()  # the last used behind
-        self._running: dict[Source, asyncio.Future[Constraint]] = {}
-        self._others: set[asyncio.Future[Any]] = set()  # that run, and are kept elsewhere
+        self._kept = KeptConstraints()
+        self._running: dict[tuple[str, Source], asyncio.Future[Constraint]] = {}
 
     async def compiled(
-        self, source: Source, build: Callable[[], Constraint] | None = None
+        self, tenant: str, source: Source, build: Callable[[], Constraint] | None = None
     ) -> Constraint:
         """`build`, in a thread, makes what is no constraint on text. Raises InvalidRequest, or
-        QueueFull where too many are compiled."""
-        kept = self._kept.get(source)
+        QueueFull where too many are compiled. What one tenant has is made anew for another."""
+        kept = self._kept.get(tenant, source)
         self._metrics.constraint_looked_up(source.kind, found=kept is not None)
         if kept is not None:
-            self._kept.move_to_end(source)
             return kept
-        running = self._compilation(source, build or partial(self._compile_text, source))
+        build = build or partial(self._compile_text, source)
+        running = self._compilation(tenant, source, build)
         # After its time the thread goes on until its fuel is used up; what it makes is kept.
         return await self._in_time(source.kind, asyncio.shield(running))
 
-    async def made(self, kind: str, build: Callable[[], Made]) -> Made:
+    async def made(self, tenant: str, kind: str, build: Callable[[], Made]) -> Made:
         """What `build` makes in a thread, for somebody else to keep. Raises as `compiled`.
 
         Returns, even when it is cancelled, once the thread has let go of what it works on: what
         that takes is the caller's to count.
         """
-        submitted = self._submitted(kind, build)
-        running = asyncio.wrap_future(submitted)
-        self._others.add(running)
-        running.add_done_callback(self._others.discard)
+        running = self._queue.submit(tenant, partial(self._compile, kind, build))
         try:
             return await self._in_time(kind, asyncio.shield(running))
         except BaseException:
-            if not submitted.cancel():
+            if not self._queue.withdraw(running):
                 await asyncio.wait([running])
             raise
 
@@ -82,21 +73,16 @@ class ConstraintCompiler:
             ) from None
 
     def _compilation(
-        self, source: Source, build: Callable[[], Constraint]
+        self, tenant: str, source: Source, build: Callable[[], Constraint]
     ) -> asyncio.Future[Constraint]:
-        """Of several that ask for the same, one compiles."""
-        running = self._running.get(source)
-        if running is not None:
-            return running
-        running = asyncio.wrap_future(self._submitted(source.kind, build))
-        self._running[source] = running
-        running.add_done_callback(lambda done: self._keep(source, done))
+        """Of several calls of a tenant that ask for the same, one compiles."""
+        key = (tenant, source)
+        running = self._running.get(key)
+        if running is None:
+            running = self._queue.submit(tenant, partial(self._compile, source.kind, build))
+            self._running[key] = running
+            running.add_done_callback(partial(self._keep, key))
         return running
-
-    def _submitted(self, kind: str, build: Callable[[], Made]) -> Future[Made]:
-        if len(self._running) + len(self._others) >= MOST_WAITING:
-            raise QueueFull("too many constraints are being compiled", retry_after_s=RETRY_S)
-        return self._executor.submit(partial(self._compile, kind, build))
 
     def _compile_text(self, source: Source) -> Constraint:
         return compile_source(source, self._vocabulary)
@@ -112,18 +98,12 @@ class ConstraintCompiler:
             seconds = time.perf_counter() - started
             self._metrics.constraint_compiled(kind, outcome, seconds)
 
-    def _keep(self, source: Source, done: asyncio.Future[Constraint]) -> None:
-        del self._running[source]
+    def _keep(self, key: tuple[str, Source], done: asyncio.Future[Constraint]) -> None:
+        del self._running[key]
         if done.cancelled() or isinstance(done.exception(), RequestError):
             return  # whoever still waits is told
         if done.exception() is None:
-            self._kept[source] = done.result()
-            while len(self._kept) > 1 and not self._fits():
-                self._kept.popitem(last=False)
-
-    def _fits(self) -> bool:
-        total = sum(constraint.num_bytes for constraint in self._kept.values())
-        return len(self._kept) <= KEPT and total <= KEPT_BYTES
+            self._kept.put(*key, done.result())
 
     @cached_property
     def _vocabulary(self) -> Vocabulary:

@@ -10,14 +10,13 @@ from typing import Any, TypeVar
 
 from stemserve.proto.v1 import worker_pb2
 from stemserve.service.call_facts import current_call
-from stemserve.service.errors import EngineFault, NotReady, SlowReader
+from stemserve.service.errors import NotReady, SlowReader
 from stemserve.service.request import (
     Event,
     GenerateChunk,
     GenerateJob,
     Int32,
     Job,
-    JobFailed,
     Load,
     Realm,
     ScoreJob,
@@ -28,6 +27,7 @@ from stemserve.service.request import (
 from stemserve.service.stream_pace import StreamPace
 from stemserve.service.workers.message_clock import MessageClock
 from stemserve.service.workers.part_stream import PartStream
+from stemserve.service.workers.running_calls import RunningCalls
 from stemserve.service.workers.step_commands import (
     Ask,
     Cancel,
@@ -65,15 +65,15 @@ class ThreadedEngine:
         *,
         max_unread_tokens: int = MAX_UNREAD_TOKENS,
         max_stream_delay_s: float = 0.0,
+        note_lost: Callable[[], object] = lambda: None,
     ) -> None:
+        """`note_lost` hears of each call that ends because it could not take its news."""
         self._inbox = inbox
         self._max_unread_tokens = max_unread_tokens
         self._max_stream_delay_s = max_stream_delay_s
         self._clock = MessageClock(self._message_delay_s)
         self._loop = asyncio.get_running_loop()
-        self._scores: dict[str, asyncio.Future[ScoreResult]] = {}
-        self._part_streams: dict[str, PartStream] = {}
-        self._streams: dict[str, TokenStream] = {}
+        self._calls = RunningCalls(note_lost=note_lost)
         self._facts: WorkerFacts | None = None
         self._predict: Predict | None = None
         self._refusal: str | None = LOADING
@@ -91,7 +91,7 @@ class ThreadedEngine:
 
     @property
     def running_jobs(self) -> int:
-        return len(self._scores) + len(self._part_streams) + len(self._streams)
+        return len(self._calls)
 
     def admit(self, facts: WorkerFacts, predict: Predict) -> None:
         """A worker is attached: jobs are taken from now on."""
@@ -110,13 +110,13 @@ class ThreadedEngine:
 
     async def score(self, job: ScoreJob) -> ScoreResult:
         future: asyncio.Future[ScoreResult] = self._loop.create_future()
-        with self._registered(job, self._scores, future):
+        with self._registered(job, self._calls.scores, future):
             self._submit(job)
             return await future
 
     async def score_parts(self, job: ScoreJob) -> AsyncGenerator[ScorePart | ScoreResult, None]:
         stream = PartStream()
-        with self._registered(job, self._part_streams, stream):
+        with self._registered(job, self._calls.part_streams, stream):
             self._submit(job)
             while True:
                 news = await stream.take()
@@ -140,7 +140,7 @@ class ThreadedEngine:
             clock=self._clock,
             on_overflow=cut,
         )
-        with self._registered(job, self._streams, stream):
+        with self._registered(job, self._calls.streams, stream):
             self._submit(job)
             while True:
                 chunk = await stream.take()
@@ -182,7 +182,7 @@ class ThreadedEngine:
 
     def deliver(self, events: list[Event]) -> None:
         """One wake-up of the RPC loop for all news of a step."""
-        self._loop.call_soon_threadsafe(self._dispatch, events)
+        self._loop.call_soon_threadsafe(self._calls.dispatch, events)
 
     def _submit(self, job: Job) -> None:
         """Jobs of calls that come together are planned together. What may take long to plan is for
@@ -215,7 +215,7 @@ class ThreadedEngine:
 
     def _message_delay_s(self) -> float:
         """Between two messages of a stream, while there are as many streams as now."""
-        return min(self._max_stream_delay_s, len(self._streams) / MESSAGES_A_SECOND)
+        return min(self._max_stream_delay_s, len(self._calls.streams) / MESSAGES_A_SECOND)
 
     async def _ask(self, question: Callable[[StepBatcher], T]) -> T:
         reply: Future[Any] = Future()
@@ -224,52 +224,19 @@ class ThreadedEngine:
         return answer
 
     @contextmanager
-    def _registered(self, job: Job, calls: dict[str, T], call: T) -> Generator[None]:
+    def _registered(self, job: Job, kind: dict[str, T], call: T) -> Generator[None]:
         """Events of the job reach `call` inside; leaving by an exception ends the job."""
         if self._draining:
             raise NotReady(DRAINING)
         if self._refusal is not None:
             raise NotReady(self._refusal)
-        if any(
-            job.request_id in known for known in (self._scores, self._part_streams, self._streams)
-        ):
-            raise EngineFault(f"two jobs are called {job.request_id!r}")
-        calls[job.request_id] = call
-        try:
-            yield
-        except BaseException:
-            # The job's own failure too: the step loop ignores ids that it does not run.
-            self._inbox.put(Cancel(request_id=job.request_id))
-            raise
-        finally:
-            del calls[job.request_id]
-
-    def _dispatch(self, events: list[Event]) -> None:
-        for event in events:
-            match event:
-                case ScoreResult(request_id=request_id):
-                    future = self._scores.get(request_id)
-                    if future is not None and not future.done():
-                        future.set_result(event)
-                    if (parts := self._part_streams.get(request_id)) is not None:
-                        parts.finish(event)
-                case ScorePart(request_id=request_id):
-                    if (parts := self._part_streams.get(request_id)) is not None:
-                        parts.put(event)
-                case GenerateChunk(request_id=request_id):
-                    if (stream := self._streams.get(request_id)) is not None:
-                        stream.put(event)
-                case JobFailed():
-                    self._fail(event)
-
-    def _fail(self, event: JobFailed) -> None:
-        future = self._scores.get(event.request_id)
-        if future is not None and not future.done():
-            future.set_exception(event.error)
-        if (parts := self._part_streams.get(event.request_id)) is not None:
-            parts.fail(event.error)
-        if (stream := self._streams.get(event.request_id)) is not None:
-            stream.fail(event.error)
+        with self._calls.registered(job.request_id, kind, call):
+            try:
+                yield
+            except BaseException:
+                # The job's own failure too: the step loop ignores ids that it does not run.
+                self._inbox.put(Cancel(request_id=job.request_id))
+                raise
 
 
 def _is_planned_at_once(job: Job) -> bool:

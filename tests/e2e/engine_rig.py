@@ -22,6 +22,7 @@ from stemserve.service.calls.request_constraints import RequestConstraints
 from stemserve.service.calls.score_encoder import ScoreEncoder
 from stemserve.service.calls.score_runner import ScoreRunner
 from stemserve.service.calls.trie_parts import TrieParts
+from stemserve.service.constraints.compile_queue import CompileQueue
 from stemserve.service.constraints.compiler import ConstraintCompiler
 from stemserve.service.errors import RequestError
 from stemserve.service.limits import Limits
@@ -97,7 +98,7 @@ class EngineRig:
         self._score = ScoreRunner(ScoreEncoder(contexts, pool, limits, facts), self.engine, metrics)
         compiler = ConstraintCompiler(
             tokenizer,
-            self._executor,
+            CompileQueue(self._executor),
             metrics,
             vocab_size=facts.vocab_size,
             max_compile_ms=limits.max_compile_ms,

@@ -17,6 +17,7 @@ from stemserve.service.calls.services import SERVICES, Services
 from stemserve.service.client import Client
 from stemserve.service.client_channel import OPTIONS, PLAINTEXT, Access, open_channel
 from stemserve.service.config import ServerConfig
+from stemserve.service.constraints.compile_queue import CompileQueue
 from stemserve.service.limits import Limits
 from stemserve.service.metrics import Metrics
 from stemserve.service.serving import reflection
@@ -114,7 +115,7 @@ async def serving(
             tokenizer=tokenizer or byte_tokenizer(),
             executor=executor,
             long_executor=executor,
-            compile_executor=executor,
+            compile_queue=CompileQueue(executor, weights=weights),
             limits=limits,
             metrics=metrics,
             watch=watch,

@@ -12,18 +12,16 @@ from prometheus_client import CollectorRegistry
 from tests.service.serving import BYTE_VOCABULARY, EOS_ID, byte_tokenizer, fixed_tokens
 from tests.service.token_constraints import OneOf
 
-from stemserve.service.constraints.compiler import (
-    KEPT,
-    KEPT_BYTES,
-    MOST_WAITING,
-    ConstraintCompiler,
-)
+from stemserve.service.constraints.compile_queue import MOST_WAITING, CompileQueue
+from stemserve.service.constraints.compiler import ConstraintCompiler
 from stemserve.service.constraints.constraint import ConstraintFault
 from stemserve.service.constraints.grammar import Source
+from stemserve.service.constraints.kept import KEPT, KEPT_BYTES
 from stemserve.service.errors import InvalidRequest, QueueFull
 from stemserve.service.metrics import Metrics
 from stemserve.service.text.tokenizer import Tokenizer
 
+TENANT = "some"
 NESTED = 3000
 BOMBS = {
     "repeated repetition": Source("regex", "((((a{1,1000}){1,1000}){1,1000}){1,1000}b)"),
@@ -60,10 +58,11 @@ def make_compiler(
     tokenizer: Tokenizer | None = None,
     registry: CollectorRegistry | None = None,
     max_compile_ms: int = 5_000,
+    weights: dict[str, float] | None = None,
 ) -> ConstraintCompiler:
     return ConstraintCompiler(
         tokenizer or byte_tokenizer(),
-        executor,
+        CompileQueue(executor, weights=weights),
         Metrics(registry or CollectorRegistry()),
         vocab_size=BYTE_VOCABULARY + 14,
         max_compile_ms=max_compile_ms,
@@ -75,7 +74,7 @@ async def test_a_bomb_is_refused_or_harmless_and_the_loop_goes_on(
     executor: ThreadPoolExecutor, name: str
 ) -> None:
     compiler, turns = make_compiler(executor), 0
-    task = asyncio.create_task(compiler.compiled(BOMBS[name]))
+    task = asyncio.create_task(compiler.compiled(TENANT, BOMBS[name]))
     while not task.done():
         await asyncio.sleep(0)
         turns += 1
@@ -99,11 +98,11 @@ async def test_a_compilation_that_takes_too_long_is_refused_and_kept_for_the_nex
     compiler, go_on = make_compiler(executor, max_compile_ms=50), threading.Event()
     busy = executor.submit(go_on.wait)
     with pytest.raises(InvalidRequest, match=r"max_compile_ms \(50 ms\)"):
-        await compiler.compiled(Source("regex", "a"))
+        await compiler.compiled(TENANT, Source("regex", "a"))
     go_on.set()
     assert busy.result()
     await asyncio.get_running_loop().run_in_executor(executor, lambda: None)
-    assert await compiler.compiled(Source("regex", "a"))
+    assert await compiler.compiled(TENANT, Source("regex", "a"))
 
 
 async def test_equal_constraints_are_compiled_once_and_the_oldest_go(
@@ -112,12 +111,14 @@ async def test_equal_constraints_are_compiled_once_and_the_oldest_go(
     registry = CollectorRegistry()
     compiler = make_compiler(executor, registry=registry)
     sources = [Source("regex", f"a{{{count}}}") for count in range(1, KEPT + 2)]
-    twice = await asyncio.gather(compiler.compiled(sources[0]), compiler.compiled(sources[0]))
+    twice = await asyncio.gather(
+        compiler.compiled(TENANT, sources[0]), compiler.compiled(TENANT, sources[0])
+    )
     assert twice[0] is twice[1]
     for source in sources[1:]:
-        await compiler.compiled(source)
-    assert await compiler.compiled(sources[1])
-    assert await compiler.compiled(sources[0]) is not twice[0]
+        await compiler.compiled(TENANT, source)
+    assert await compiler.compiled(TENANT, sources[1])
+    assert await compiler.compiled(TENANT, sources[0]) is not twice[0]
 
     def value(name: str, **labels: str) -> float | None:
         return registry.get_sample_value(f"stemserve_{name}", {"kind": "regex", **labels})
@@ -130,12 +131,12 @@ async def test_more_compilations_than_may_wait_are_refused(executor: ThreadPoolE
     compiler, go_on = make_compiler(executor), threading.Event()
     executor.submit(go_on.wait)
     waiting = [
-        asyncio.create_task(compiler.compiled(Source("regex", f"a{{{count}}}")))
+        asyncio.create_task(compiler.compiled(TENANT, Source("regex", f"a{{{count}}}")))
         for count in range(1, MOST_WAITING + 1)
     ]
     await asyncio.sleep(0)
     with pytest.raises(QueueFull):
-        await compiler.compiled(Source("regex", "b"))
+        await compiler.compiled(TENANT, Source("regex", "b"))
     go_on.set()
     assert all(await asyncio.gather(*waiting))
 
@@ -145,13 +146,15 @@ async def test_a_model_without_a_tokenizer_or_an_end_has_no_constraints_on_text(
 ) -> None:
     for tokenizer in (fixed_tokens(b"a", b"b"), fixed_tokens(b"a", b"", eos_id=1)):
         with pytest.raises(InvalidRequest, match="this model has no"):
-            await make_compiler(executor, tokenizer=tokenizer).compiled(Source("regex", "a"))
+            await make_compiler(executor, tokenizer=tokenizer).compiled(
+                TENANT, Source("regex", "a")
+            )
 
 
 async def test_the_end_is_allowed_where_the_output_is_complete_only(
     executor: ThreadPoolExecutor,
 ) -> None:
-    constraint = await make_compiler(executor).compiled(Source("regex", "ab?"))
+    constraint = await make_compiler(executor).compiled(TENANT, Source("regex", "ab?"))
     tokens = byte_tokenizer().token_bytes
     state = constraint.start()
     seen: list[list[int]] = []
@@ -170,7 +173,7 @@ async def test_large_constraints_make_room_for_one_another(executor: ThreadPoolE
     made = [OneOf([[1]], BYTE_VOCABULARY, EOS_ID, num_bytes=KEPT_BYTES // 2) for _ in sources]
 
     async def compiled(number: int) -> object:
-        return await compiler.compiled(sources[number], lambda: replace(made[number]))
+        return await compiler.compiled(TENANT, sources[number], lambda: replace(made[number]))
 
     first = [await compiled(number) for number in range(3)]
     assert await compiled(2) is first[2]
@@ -190,8 +193,8 @@ async def test_what_a_thread_works_on_is_held_until_it_ends_though_the_caller_ha
         go_on.wait()
         built.append("running")
 
-    running = asyncio.create_task(compiler.made("trie_id", build))
-    waiting = asyncio.create_task(compiler.made("trie_id", lambda: built.append("waiting")))
+    running = asyncio.create_task(compiler.made(TENANT, "trie_id", build))
+    waiting = asyncio.create_task(compiler.made(TENANT, "trie_id", lambda: built.append("waiting")))
     await started.wait()
     running.cancel()
     waiting.cancel()
@@ -216,15 +219,16 @@ async def test_those_whose_callers_have_left_count_until_they_end(
         started.set()
         go_on.wait()
 
-    left = asyncio.create_task(compiler.made("trie_id", build))
+    left = asyncio.create_task(compiler.made(TENANT, "trie_id", build))
     assert await asyncio.to_thread(started.wait, 60)
     left.cancel()
     await asyncio.sleep(0)
     waiting = [
-        asyncio.create_task(compiler.made("trie_id", lambda: None)) for _ in range(MOST_WAITING - 1)
+        asyncio.create_task(compiler.made(TENANT, "trie_id", lambda: None))
+        for _ in range(MOST_WAITING - 1)
     ]
     await asyncio.sleep(0)
-    more = asyncio.create_task(compiler.made("trie_id", lambda: None))
+    more = asyncio.create_task(compiler.made(TENANT, "trie_id", lambda: None))
     await asyncio.sleep(0)
     go_on.set()
     with pytest.raises(QueueFull):
@@ -232,3 +236,31 @@ async def test_those_whose_callers_have_left_count_until_they_end(
     await asyncio.gather(*waiting)
     with pytest.raises(asyncio.CancelledError):
         await left
+
+
+async def test_what_one_tenant_has_compiled_another_compiles_anew(
+    executor: ThreadPoolExecutor,
+) -> None:
+    """Otherwise the time of a call would say whether others have used the same constraint."""
+    registry = CollectorRegistry()
+    compiler, source = make_compiler(executor, registry=registry), Source("regex", "secret")
+    of_a = await compiler.compiled("a", source)
+    of_b = await compiler.compiled("b", source)
+    assert of_a is not of_b
+    assert await compiler.compiled("a", source) is of_a
+    together = await asyncio.gather(
+        *(compiler.compiled(tenant, Source("regex", "two")) for tenant in "ab")
+    )
+    assert together[0] is not together[1]
+    labels = {"kind": "regex", "outcome": "compiled"}
+    assert registry.get_sample_value("stemserve_constraint_compile_seconds_count", labels) == 4
+
+
+async def test_a_tenant_with_many_constraints_throws_out_its_own(
+    executor: ThreadPoolExecutor,
+) -> None:
+    compiler, source = make_compiler(executor), Source("regex", "a")
+    of_b = await compiler.compiled("b", source)
+    for count in range(1, KEPT + 2):
+        await compiler.compiled("a", Source("regex", f"a{{{count}}}"))
+    assert await compiler.compiled("b", source) is of_b

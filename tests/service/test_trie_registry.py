@@ -1,5 +1,7 @@
 """Names of tries: whose they are, how long they live, and what they may take."""
 
+import re
+
 import numpy as np
 import pytest
 
@@ -110,7 +112,7 @@ def test_no_more_tries_than_there_may_be_and_none_is_thrown_out() -> None:
     registry = make(clock, max_tries=2)
     registry.put(A, new("1", ttl_s=5))
     registry.put(B, new("2"))
-    with pytest.raises(TriesFull, match="2 tries are there"):
+    with pytest.raises(TriesFull, match=r"2 are the most .* 1 of them are yours"):
         registry.put(A, new("3"))
     registry.put(A, new("1", ttl_s=5))
     clock.now += 5
@@ -128,8 +130,10 @@ def test_uploads_and_tries_share_the_bytes_of_all_and_of_a_tenant() -> None:
         assert refused.value.subject == "max_trie_bytes"
         with registry.uploading(B) as reserve_of_b:
             reserve_of_b(TRIE.num_bytes)
-            with pytest.raises(TriesFull, match="max_trie_bytes"):
+            with pytest.raises(TriesFull, match="max_trie_bytes") as full:
                 reserve_of_b(1)
+            told = {int(number) for number in re.findall(r"\d+", str(full.value))}
+            assert told == {1, TRIE.num_bytes, 3 * TRIE.num_bytes}  # nothing of what A holds
         registry.put(B, new("2"))
         with pytest.raises(QuotaExceeded):
             registry.put(limited, new("2"))

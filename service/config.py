@@ -141,6 +141,7 @@ class WorkerConfig:
     cuda_graphs: bool = True  # without them every kernel is launched by itself
     kernel_probe_rate: float = 0.0  # of the steps; then an idle worker times the next best too
     cost_table: Path | None = None  # what `stemserve calibrate` wrote
+    start_timeout_s: float = 600.0  # until it has loaded the model; else that start has failed
     # A worker that takes ten times as long as expected for a step is replaced, within these bounds.
     step_timeout_least_s: float = 10.0
     step_timeout_s: float = 300.0
@@ -177,6 +178,13 @@ class WorkerConfig:
         if self.kv_pages is not None and self.kv_memory is not None:
             raise ConfigError("give kv_pages or kv_memory, not both")
         self._check_tls()
+        self._check_times()
+
+    def _check_times(self) -> None:
+        if not 0 < self.start_timeout_s <= LONGEST_S:
+            raise ConfigError(
+                f"start_timeout_s {self.start_timeout_s} is not more than 0 and at most {LONGEST_S}"
+            )
         if not 0 < self.step_timeout_least_s <= self.step_timeout_s:
             raise ConfigError(
                 f"step_timeout_least_s {self.step_timeout_least_s} must be more than 0 and at most "
@@ -199,6 +207,15 @@ class WorkerConfig:
         self, model: Path, *, max_step_tokens: int, log_level: str, log_format: str = "text"
     ) -> list[str]:
         """The worker process without its address."""
+        options = self.options(
+            model, max_step_tokens=max_step_tokens, log_level=log_level, log_format=log_format
+        )
+        return [sys.executable, "-m", "stemserve.worker", *options]
+
+    def options(
+        self, model: Path, *, max_step_tokens: int, log_level: str, log_format: str
+    ) -> list[str]:
+        """What the worker process is told."""
         options = {
             "--model": model,
             "--load-format": self.load_format,
@@ -218,7 +235,7 @@ class WorkerConfig:
             "--log-level": log_level,
             "--log-format": None if log_format == LOG_FORMATS[0] else log_format,
         }
-        words = [sys.executable, "-m", "stemserve.worker"]
+        words: list[str] = []
         for option, value in options.items():
             if value is not None:
                 words += [option, str(value)]

@@ -111,7 +111,7 @@ class _Core:
             engine=self.engine,
             health=self.health,
             metrics=self.metrics,
-            policy=RestartPolicy(),
+            policy=RestartPolicy(startup_timeout_s=config.worker.start_timeout_s),
         )
 
 

@@ -22,6 +22,14 @@ def share(text: str) -> float:
     return value
 
 
+def seconds(text: str) -> float:
+    value = float(text)
+    if not 0 < value < float("inf"):
+        raise ValueError(text)
+    return value
+
+
+seconds.__name__ = "number of seconds above 0"
 share.__name__ = "number from 0 to 1"
 fraction.__name__ = "number above 0 and at most 1"
 positive.__name__ = "positive number"  # argparse names the type in its message

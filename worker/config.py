@@ -11,6 +11,7 @@ from stemserve.json_log import FORMATS as LOG_FORMATS
 from stemserve.kernels.strategy import Kernel
 from stemserve.worker.argument_types import fraction, positive, share
 from stemserve.worker.models.loader import LoadFormat
+from stemserve.worker.network_flags import add_health, add_tls
 from stemserve.worker.tls import TlsFiles
 
 PAGE_SIZE = 16
@@ -19,11 +20,13 @@ GPU_MEMORY_UTILIZATION = 0.9
 CPU_STEP_TOKENS = 32_768
 GPU_STEP_TOKENS = 9_216  # what memory is measured with; a service asks for no more by itself
 GPU_BURST_STEPS = 8
+PROGRAM = "python -m stemserve.worker"
 LOG_LEVELS = ("debug", "info", "warning", "error")
 
 DESCRIPTION = """\
 Run one worker: a model, its KV cache and its kernels on one GPU or on the CPU.
 A service (stemserve serve) connects to it; it speaks gRPC and answers once the model is loaded.
+`stemserve worker --config FILE` takes model and worker settings from a server's settings file.
 `python -m stemserve.worker calibrate --help`: measure costs for --cost-table."""
 
 
@@ -74,12 +77,16 @@ class WorkerConfig:
     log_level: str
     log_format: str
     tls: TlsFiles | None  # None: plaintext
+    health_listen: str | None  # host:port
+    step_timeout_s: float  # then liveness is NOT_SERVING
 
     def __post_init__(self) -> None:
         if self.tls is not None and self.unix_path is not None:
             raise ConfigError("--tls-certificate is for --listen HOST:PORT, not for unix:/path")
         if self.unix_path is None and not re.fullmatch(r".+:\d{1,5}", self.listen):
             raise ConfigError(f"--listen {self.listen!r} is neither unix:/path nor host:port")
+        if self.health_listen is not None and not re.fullmatch(r".+:\d{1,5}", self.health_listen):
+            raise ConfigError(f"--health-listen {self.health_listen!r} is not host:port")
         if not self.model.exists():
             raise ConfigError(f"--model {self.model} does not exist")
         if self.deterministic and self.kernel is not None:
@@ -94,9 +101,9 @@ class WorkerConfig:
         return Path(self.listen[5:]) if self.listen.startswith("unix:/") else None
 
 
-def parse_config(arguments: Sequence[str]) -> WorkerConfig:
+def parse_config(arguments: Sequence[str], *, program: str = PROGRAM) -> WorkerConfig:
     """Raises ConfigError; unknown flags and --help end the process, as argparse does."""
-    values = vars(_parser().parse_args(arguments))
+    values = vars(_parser(program).parse_args(arguments))
     tls = _tls_files(
         values.pop("tls_certificate"), values.pop("tls_private_key"), values.pop("tls_client_ca")
     )
@@ -113,9 +120,9 @@ def _tls_files(
     return TlsFiles(certificate=certificate, private_key=private_key, client_ca=client_ca)
 
 
-def _parser() -> argparse.ArgumentParser:
+def _parser(program: str) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="python -m stemserve.worker",
+        prog=program,
         description=DESCRIPTION,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
@@ -123,7 +130,8 @@ def _parser() -> argparse.ArgumentParser:
     _add_model(parser)
     _add_cache(parser)
     _add_kernels(parser)
-    _add_tls(parser)
+    add_tls(parser)
+    add_health(parser)
     process = parser.add_argument_group("process")
     process.add_argument(
         "--listen",
@@ -275,16 +283,4 @@ def _add_kernels(parser: argparse.ArgumentParser) -> None:
         type=Path,
         metavar="FILE",
         help="costs that the choice of kernel uses (default: those of the device)",
-    )
-
-
-def _add_tls(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("TLS of --listen HOST:PORT, with files in PEM")
-    group.add_argument("--tls-certificate", type=Path, metavar="FILE", help="of this worker")
-    group.add_argument("--tls-private-key", type=Path, metavar="FILE", help="of the certificate")
-    group.add_argument(
-        "--tls-client-ca",
-        type=Path,
-        metavar="FILE",
-        help="refuse services without a certificate that this signed",
     )

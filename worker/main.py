@@ -14,13 +14,15 @@ from stemserve.json_log import log_to_stderr
 from stemserve.proto.v1 import worker_pb2_grpc
 from stemserve.worker.calibrate import calibrate
 from stemserve.worker.capacity.command import capacity
-from stemserve.worker.config import ConfigError, WorkerConfig, parse_config
+from stemserve.worker.config import PROGRAM, ConfigError, WorkerConfig, parse_config
+from stemserve.worker.health import WorkerHealth, health_port
 from stemserve.worker.late_compiles import LateCompiles
 from stemserve.worker.lifetime import Lifetime, Stopped
 from stemserve.worker.models.errors import ModelError
 from stemserve.worker.models.weights import Progress
 from stemserve.worker.probed_runner import ProbedRunner
 from stemserve.worker.servicer import WorkerServicer
+from stemserve.worker.stall_clock import StallClock
 from stemserve.worker.start import Parts, make_parts
 from stemserve.worker.step_thread import StepThread
 
@@ -44,17 +46,21 @@ OPTIONS = (
 )
 
 
-def main(arguments: Sequence[str]) -> int:
+def main(arguments: Sequence[str], *, program: str = PROGRAM) -> int:
+    """`program`: the name in the help."""
     log_to_stderr(level="info", form="text", process="worker")
     try:
         if list(arguments[:1]) == ["calibrate"]:
             return calibrate(arguments[1:])
         if list(arguments[:1]) == ["capacity"]:
             return capacity(arguments[1:])
-        config = parse_config(arguments)
+        config = parse_config(arguments, program=program)
         log_to_stderr(level=config.log_level, form=config.log_format, process="worker")
         with Lifetime.watched(config.parent_fd) as lifetime:
-            return _run(config, lifetime)
+            clock = StallClock()
+            health = WorkerHealth(clock.longest_s, step_timeout_s=config.step_timeout_s)
+            with health_port(config.health_listen, health):
+                return _run(config, lifetime, clock, health)
     except Stopped:
         log.info("told to end before serving")
         return 0
@@ -65,7 +71,7 @@ def main(arguments: Sequence[str]) -> int:
         return EXIT_CANNOT_START
 
 
-def _run(config: WorkerConfig, lifetime: Lifetime) -> int:
+def _run(config: WorkerConfig, lifetime: Lifetime, clock: StallClock, health: WorkerHealth) -> int:
     started = time.perf_counter()
     log.info("loading %s", config.model)
     parts = make_parts(config, _progress(lifetime), lifetime.check)
@@ -81,9 +87,11 @@ def _run(config: WorkerConfig, lifetime: Lifetime) -> int:
     lifetime.check()
     if facts.device == "cuda":
         LateCompiles().watch()
-    with _serving(parts, config, lifetime):
+    with _serving(parts, config, lifetime, clock):
         log.info("serving on %s", config.listen)
+        health.set_serving(True)
         code = lifetime.wait()
+        health.set_serving(False)
         log.info("ending")
     return code
 
@@ -104,13 +112,15 @@ def _progress(lifetime: Lifetime) -> Progress:
 
 
 @contextmanager
-def _serving(parts: Parts, config: WorkerConfig, lifetime: Lifetime) -> Generator[None]:
+def _serving(
+    parts: Parts, config: WorkerConfig, lifetime: Lifetime, clock: StallClock
+) -> Generator[None]:
     with (
         ThreadPoolExecutor(RPC_THREADS, "rpc") as threads,
-        _step_thread(parts, lifetime) as steps,
+        _step_thread(parts, lifetime, clock) as steps,
     ):
         server = grpc.server(threads, options=OPTIONS)
-        servicer = WorkerServicer(parts.facts, parts.runner, steps)
+        servicer = WorkerServicer(parts.facts, parts.runner, steps, clock)
         worker_pb2_grpc.add_WorkerServicer_to_server(servicer, server)
         _bind(server, config)
         server.start()
@@ -123,11 +133,11 @@ def _serving(parts: Parts, config: WorkerConfig, lifetime: Lifetime) -> Generato
             servicer.join()
 
 
-def _step_thread(parts: Parts, lifetime: Lifetime) -> StepThread:
+def _step_thread(parts: Parts, lifetime: Lifetime, clock: StallClock) -> StepThread:
     if parts.prober is None:
-        return StepThread(parts.runner, lifetime.lose_device)
+        return StepThread(parts.runner, lifetime.lose_device, clock=clock)
     runner = ProbedRunner(parts.runner, parts.prober)
-    return StepThread(runner, lifetime.lose_device, prober=parts.prober)
+    return StepThread(runner, lifetime.lose_device, clock=clock, prober=parts.prober)
 
 
 def _bind(server: grpc.Server, config: WorkerConfig) -> None:

@@ -11,6 +11,7 @@ from stemserve.proto.v1 import worker_pb2, worker_pb2_grpc
 from stemserve.worker.blobs import BadPlan
 from stemserve.worker.dispatch import NoStrategy
 from stemserve.worker.runner import ModelRunner
+from stemserve.worker.stall_clock import StallClock
 from stemserve.worker.step_thread import Outcome, StepThread, failed_step
 
 HANDOVER_S = 1.0  # for a cancelled stream to end before the next
@@ -20,8 +21,14 @@ _Outcomes = queue.SimpleQueue[Outcome | None]  # None: the stream ends
 
 class WorkerServicer(worker_pb2_grpc.WorkerServicer):
     def __init__(
-        self, facts: worker_pb2.DescribeResponse, runner: ModelRunner, steps: StepThread
+        self,
+        facts: worker_pb2.DescribeResponse,
+        runner: ModelRunner,
+        steps: StepThread,
+        clock: StallClock,
     ) -> None:
+        """`clock` of results that are waited for."""
+        self._clock = clock
         self._facts = facts
         self._runner = runner
         self._steps = steps
@@ -79,7 +86,9 @@ class WorkerServicer(worker_pb2_grpc.WorkerServicer):
         self._readers = [r for r in self._readers if r.is_alive()] + [reader]
         reader.start()
         while (outcome := outcomes.get()) is not None:
-            yield worker_pb2.RunResponse(result=_result(outcome))
+            with self._clock.running():
+                result = _result(outcome)
+            yield worker_pb2.RunResponse(result=result)
 
     def _read(
         self,

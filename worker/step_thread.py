@@ -15,6 +15,7 @@ from stemserve.worker.blobs import BadPlan
 from stemserve.worker.jit_cache import is_full, move_triton_cache
 from stemserve.worker.probe import Prober
 from stemserve.worker.smaller_steps import Launched, Runner, launch
+from stemserve.worker.stall_clock import StallClock
 
 log = logging.getLogger(__name__)
 
@@ -35,13 +36,15 @@ class StepThread:
         runner: Runner,
         on_device_lost: Callable[[], None],
         *,
+        clock: StallClock | None = None,
         move_cache: Callable[[], bool] = move_triton_cache,
         prober: Prober | None = None,
     ) -> None:
-        """`move_cache` of what is compiled, to another disk; False: there is none.
-        `prober` may probe while nothing else is to be done.
+        """`clock` times launches. `move_cache` of what is compiled, to another disk; False: there
+        is none. `prober` may probe while nothing else is to be done.
         """
         self._runner = runner
+        self._clock = StallClock() if clock is None else clock
         self._prober = prober
         self._move_cache = move_cache
         self._on_device_lost = on_device_lost
@@ -119,11 +122,12 @@ class StepThread:
             self._check_device()
 
     def _launch(self, plan: worker_pb2.StepPlan) -> Outcome:
-        try:
-            return self._launch_compiled(plan)
-        except Exception as error:
-            self._check_device()
-            return failed_step(plan.step_id, error)
+        with self._clock.running():
+            try:
+                return self._launch_compiled(plan)
+            except Exception as error:
+                self._check_device()
+                return failed_step(plan.step_id, error)
 
     def _launch_compiled(self, plan: worker_pb2.StepPlan) -> Launched:
         """Once more, where what it needs could not be compiled for want of room on a disk."""

@@ -28,6 +28,8 @@ _OPTIONS = (
     ("grpc.http2.ping_timeout_ms", 10_000),  # else a minute, whatever the line above says
     # Each client has a connection of its own: a restarted worker must not be taken for a dead one.
     ("grpc.use_local_subchannel_pool", 1),
+    # A worker that comes back may have a new address behind its name.
+    ("grpc.dns_min_time_between_resolutions_ms", 1000),
 )
 
 _log = logging.getLogger(__name__)
@@ -43,26 +45,30 @@ class WorkerClient:
     def __init__(self, address: str, credentials: grpc.ChannelCredentials | None = None) -> None:
         """`credentials` None: plaintext."""
         self.address = address
-        if credentials is None:
-            self._channel = grpc.insecure_channel(address, options=_OPTIONS)
-        else:
-            self._channel = grpc.secure_channel(address, credentials, options=_OPTIONS)
-        self._stub = worker_pb2_grpc.WorkerStub(self._channel)
+        self._credentials = credentials
+        self._connect()
         self._plans: SimpleQueue[worker_pb2.StepPlan | None] = SimpleQueue()
         self._closed = threading.Event()
         self._reader: threading.Thread | None = None
         self._run: grpc.Call | None = None
 
+    def _connect(self) -> None:
+        if self._credentials is None:
+            self._channel = grpc.insecure_channel(self.address, options=_OPTIONS)
+        else:
+            self._channel = grpc.secure_channel(self.address, self._credentials, options=_OPTIONS)
+        self._stub = worker_pb2_grpc.WorkerStub(self._channel)
+
     def describe(self, *, timeout_s: float, give_up: Callable[[], str | None]) -> WorkerFacts:
         """Wait until the worker is ready. `give_up` is asked often; it says why to stop waiting."""
-        call = self._stub.Describe.future(
-            worker_pb2.DescribeRequest(), timeout=timeout_s, wait_for_ready=True
-        )
+        until = time.monotonic() + timeout_s
+        call = self._ask(timeout_s)
         report_at = time.monotonic() + REPORT_S
         while True:
-            if time.monotonic() >= report_at:
+            if report_at <= time.monotonic() < until:
                 report_at += REPORT_S
                 _log.info("worker %s does not answer yet: %s", self.address, self._probe())
+                call = self._ask_anew(call, until - time.monotonic())
             try:
                 return _facts(call.result(timeout=_POLL_S))
             except grpc.FutureTimeoutError:
@@ -75,6 +81,23 @@ class WorkerClient:
             except grpc.RpcError as error:
                 reason = give_up() or f"{_explain(self.address, error)}; {self._probe()}"
                 raise WorkerUnreachable(reason) from error
+
+    def _ask(self, timeout_s: float) -> "grpc.Future[worker_pb2.DescribeResponse]":
+        return self._stub.Describe.future(
+            worker_pb2.DescribeRequest(), timeout=timeout_s, wait_for_ready=True
+        )
+
+    def _ask_anew(
+        self, call: "grpc.Future[worker_pb2.DescribeResponse]", timeout_s: float
+    ) -> "grpc.Future[worker_pb2.DescribeResponse]":
+        """Over a new channel: one looks for a name that is not there at ever longer intervals, up
+        to two minutes, and a worker's name may come long after its server."""
+        if call.done() or self._closed.is_set():
+            return call
+        call.cancel()
+        self._channel.close()
+        self._connect()
+        return self._ask(timeout_s)
 
     def open(
         self,

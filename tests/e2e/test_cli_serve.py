@@ -81,3 +81,16 @@ def test_help_of_worker_lists_the_options_of_the_process(run_process: Run) -> No
     done = run_process("worker", "--help")
     assert done.returncode == 0
     assert "--listen" in done.stdout
+    assert done.stdout.startswith("usage: stemserve worker ")
+
+
+def test_a_worker_takes_its_settings_from_the_file_of_a_server(
+    run_process: Run, tmp_path: Path
+) -> None:
+    file = tmp_path / "stemserve.toml"
+    file.write_text('model = "/nowhere"\n')
+    done = run_process("worker", "--config", file, "--listen", "127.0.0.1:0")
+    assert done.returncode == 1 and "model '/nowhere': no such name or path" in done.stderr
+    file.write_text("[worker]\nkv_pagse = 3\n")
+    done = run_process("worker", "--listen", "127.0.0.1:0", "--config", file)
+    assert done.returncode == 1 and "kv_pagse" in done.stderr

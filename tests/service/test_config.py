@@ -51,6 +51,10 @@ PEM = Path("none.pem")
             "deterministic needs kv_cache_dtype auto",
         ),
         (
+            lambda: WorkerConfig(start_timeout_s=0),
+            "start_timeout_s 0 is not more than 0 and at most 1000000",
+        ),
+        (
             lambda: WorkerConfig(step_timeout_s=0),
             "and at most step_timeout_s, 0",
         ),

@@ -3,7 +3,9 @@
 import queue
 import time
 from collections.abc import Callable
+from typing import Any
 
+import grpc
 import numpy as np
 import pytest
 
@@ -109,3 +111,22 @@ def test_predict_answers_without_running_the_plan(fake_worker: StartWorker) -> N
     answer = client.predict(plan_of(1, rows=5), timeout_s=30.0)
     client.close()
     assert [group.rows for group in answer.groups] == [5]
+
+
+def test_a_worker_that_does_not_answer_is_looked_for_over_new_channels(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """One channel looks for a name that is not there at ever longer intervals."""
+    monkeypatch.setattr(worker_client, "REPORT_S", 0.05)
+    opened: list[str] = []
+    real = grpc.insecure_channel
+
+    def noted(target: str, **more: Any) -> grpc.Channel:
+        opened.append(target)
+        return real(target, **more)
+
+    monkeypatch.setattr(grpc, "insecure_channel", noted)
+    client = WorkerClient("unix:/nowhere/worker.sock")
+    with pytest.raises(WorkerUnreachable, match="enough"):
+        client.describe(timeout_s=60.0, give_up=lambda: "enough" if len(opened) > 2 else None)
+    client.close()

@@ -45,6 +45,7 @@ MATRIX: Mapping[str, Values] = {
     },
     "keys over TLS": {
         "tls": {"secretName": "cert", "demandClientCertificate": True},
+        "certificates": {"issuer": {"name": "authority", "kind": "ClusterIssuer"}},
         "auth": {"mode": "keys", "allowInsecure": False},
         "tenants": {
             "search": {"key_sha256": [HASH], "weight": 2, "group": "web"},
@@ -80,6 +81,38 @@ MATRIX: Mapping[str, Values] = {
             "hostnames": ["scorer.example"],
         },
     },
+    "groups": {
+        "workload": "LeaderWorkerSet",
+        "replicas": 2,
+        "gpu": {"count": 0},
+        "model": {"source": "pvc", "existingClaim": "weights", "path": "m"},
+        "settings": {
+            "log_format": "json",
+            "worker": {"kv_pages": 64, "load_format": "dummy", "threads": 1},
+            "limits": {"max_step_tokens": 2048, "max_items": 2000},
+        },
+        "leaderWorkerSet": {"tls": {"leaderSecretName": "front", "workerSecretName": "back"}},
+        "certificates": {"issuer": {"name": "authority"}},
+    },
+    "groups that scale, behind TLS": {
+        "workload": "LeaderWorkerSet",
+        "autoscaling": {"kind": "keda", "prometheusAddress": "http://prometheus:9090"},
+        "model": {
+            "source": "download",
+            "download": {
+                "files": [{"name": "m.gguf", "url": "https://example/m.gguf", "sha256": HASH}]
+            },
+        },
+        "tls": {"secretName": "cert"},
+        "runtimeClassName": "nvidia",
+        "nodeSelector": {"gpu": "h200"},
+        "leaderWorkerSet": {
+            "restartPolicy": "None",
+            "leader": {"nodeSelector": {"pool": "cpu"}, "tolerations": [{"key": "cpu"}]},
+            "tls": {"allowPlaintext": True},
+        },
+        "monitoring": {"podMonitor": {"enabled": True}},
+    },
     "hpa": {"autoscaling": {"kind": "hpa", "max": 6}, "workload": "Deployment"},
     "keda and monitoring": {
         "autoscaling": {"kind": "keda", "prometheusAddress": "http://prometheus:9090"},
@@ -108,6 +141,11 @@ MATRIX: Mapping[str, Values] = {
 }
 
 
+def changed(row: str, **values: Any) -> dict[str, Any]:
+    """The values of a row of the matrix, with others."""
+    return {**MATRIX[row], **values}
+
+
 def render(values: Values, chart_folder: Path = CHART) -> list[Object]:
     """All objects of a release `x` in the namespace `ns`. Raises HelmError."""
     with Chart.load(chart_folder) as chart:
@@ -127,16 +165,30 @@ def kinds(objects: list[Object]) -> set[str]:
     return {found["kind"] for found in objects}
 
 
+WORKLOADS = ("Deployment", "StatefulSet", "LeaderWorkerSet")
+
+
 def servers(objects: list[Object]) -> Object:
-    """The Deployment or StatefulSet of the servers."""
-    found = [o for o in objects if o["kind"] in ("Deployment", "StatefulSet")]
+    """The Deployment, StatefulSet or LeaderWorkerSet of the servers."""
+    found = [o for o in objects if o["kind"] in WORKLOADS]
     return next(o for o in found if not o["metadata"]["name"].endswith("-router"))
 
 
+def templates(objects: list[Object]) -> dict[str, Object]:
+    """The templates of pods by their workloads' names; a LeaderWorkerSet's workers have a name
+    with -worker behind it."""
+    found: dict[str, Object] = {}
+    for workload in (o for o in objects if o["kind"] in WORKLOADS):
+        name, spec = workload["metadata"]["name"], workload["spec"]
+        if workload["kind"] == "LeaderWorkerSet":
+            found[name] = spec["leaderWorkerTemplate"]["leaderTemplate"]
+            found[f"{name}-worker"] = spec["leaderWorkerTemplate"]["workerTemplate"]
+        else:
+            found[name] = spec["template"]
+    return found
+
+
 def pods(objects: list[Object]) -> list[Object]:
-    """The specs of all pods: servers, router and test."""
-    return [
-        o["spec"] if o["kind"] == "Pod" else o["spec"]["template"]["spec"]
-        for o in objects
-        if o["kind"] in ("Pod", "Deployment", "StatefulSet")
-    ]
+    """The specs of all pods: servers, workers, router and test."""
+    tests = [o["spec"] for o in objects if o["kind"] == "Pod"]
+    return tests + [template["spec"] for template in templates(objects).values()]

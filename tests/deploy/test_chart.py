@@ -8,7 +8,18 @@ import kubernetes_validate
 import pytest
 import yaml
 from helm_python.chart import lint
-from tests.deploy.chart import CHART, MATRIX, ROOT, Object, kinds, pods, render, servers, the
+from tests.deploy.chart import (
+    CHART,
+    MATRIX,
+    ROOT,
+    Object,
+    kinds,
+    pods,
+    render,
+    servers,
+    templates,
+    the,
+)
 
 CUSTOM = {
     "ScaledObject",
@@ -16,6 +27,8 @@ CUSTOM = {
     "PrometheusRule",
     "InferencePool",
     "GRPCRoute",
+    "LeaderWorkerSet",
+    "Certificate",
 }  # their schemas are the operators'
 KUBERNETES = "1.33"
 
@@ -25,11 +38,6 @@ each_row = pytest.mark.parametrize("row", MATRIX)
 def container(objects: list[Object]) -> Object:
     found: Object = servers(objects)["spec"]["template"]["spec"]["containers"][0]
     return found
-
-
-def template_labels(workload: Object) -> dict[str, str]:
-    labels: dict[str, str] = workload["spec"]["template"]["metadata"]["labels"]
-    return labels
 
 
 @each_row
@@ -86,25 +94,30 @@ def test_no_mount_lies_inside_another(row: str) -> None:
 @each_row
 def test_selectors_find_the_pods_they_mean(row: str) -> None:
     objects = render(MATRIX[row])
-    workloads = [o for o in objects if o["kind"] in ("Deployment", "StatefulSet")]
-    for workload in workloads:
+    found = templates(objects)
+    for workload in (o for o in objects if o["kind"] in ("Deployment", "StatefulSet")):
         match = workload["spec"]["selector"]["matchLabels"]
-        assert match.items() <= template_labels(workload).items()
-    for found in objects:
-        spec: Object = found.get("spec", {})
+        assert match.items() <= found[workload["metadata"]["name"]]["metadata"]["labels"].items()
+    for each in objects:
+        spec: Object = each.get("spec", {})
         selector: Object = spec.get("podSelector") or spec.get("selector") or {}
-        if found["kind"] not in ("Service", "PodDisruptionBudget", "NetworkPolicy", "PodMonitor"):
+        if each["kind"] not in ("Service", "PodDisruptionBudget", "NetworkPolicy", "PodMonitor"):
             continue
-        wanted: dict[str, str] = selector.get("matchLabels", selector)
-        chosen = [w for w in workloads if wanted.items() <= template_labels(w).items()]
-        assert len(chosen) == 1, found["metadata"]["name"]
-        names = {
-            port["name"] for port in chosen[0]["spec"]["template"]["spec"]["containers"][0]["ports"]
-        }
         ports = [port["targetPort"] for port in spec.get("ports", [])]
         ports += [port["port"] for rule in spec.get("ingress", []) for port in rule["ports"]]
         ports += [end["port"] for end in spec.get("podMetricsEndpoints", [])]
-        assert set(ports) <= names
+        assert set(ports) <= ports_of(found, selector.get("matchLabels", selector))
+        for rule in (rule for rule in spec.get("egress", []) if "to" in rule):
+            (peer,) = rule["to"]
+            ports = [port["port"] for port in rule["ports"]]
+            assert set(ports) <= ports_of(found, peer["podSelector"]["matchLabels"])
+
+
+def ports_of(found: dict[str, Object], wanted: dict[str, str]) -> set[str]:
+    """The names of the ports of the one workload that the labels choose."""
+    chosen = [t for t in found.values() if wanted.items() <= t["metadata"]["labels"].items()]
+    assert len(chosen) == 1, wanted
+    return {port["name"] for port in chosen[0]["spec"]["containers"][0]["ports"]}
 
 
 def test_probes_ask_the_plaintext_health_port() -> None:

@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 
 from stemserve.service.access_config import TenantConfig
 from stemserve.service.cli import app
-from stemserve.service.config_sources import known_keys, read_settings, settings_text
+from stemserve.service.config_sources import Setting, known_keys, read_settings, settings_text
 
 REFUSED: Mapping[str, tuple[Values, str]] = {
     "unknown value": ({"replica": 2}, "replica"),
@@ -40,6 +40,7 @@ REFUSED: Mapping[str, tuple[Values, str]] = {
     "certificates behind a router": (
         {"auth": {"mode": "mtls"}, "tenants": {"a": {}},
          "tls": {"secretName": "s", "demandClientCertificate": True}}, "router.mode none"),
+    "certificates for nobody": ({"certificates": {"issuer": {"name": "a"}}}, "tls.secretName"),
     "volume without a claim": ({"model": {"source": "pvc"}}, "existingClaim"),
     "keda without an address": ({"autoscaling": {"kind": "keda"}}, "prometheusAddress"),
     "more at least than at most": ({"autoscaling": {"min": 5}}, "autoscaling.min"),
@@ -65,17 +66,20 @@ def settings_file(values: Values) -> str:
 @pytest.mark.parametrize("row", MATRIX)
 def test_the_server_takes_the_settings(row: str, tmp_path: Path) -> None:
     text = settings_file(MATRIX[row])
-    for name in ("stemserve-tls", "stemserve-jwks"):  # whose files must be there
+    for name in ("stemserve-tls", "stemserve-jwks", "stemserve-worker-tls"):  # must be there
         text = text.replace(f"/etc/{name}", str(tmp_path))
     for name in ("tls.crt", "tls.key", "ca.crt", "keys.json"):
         (tmp_path / name).touch()
     file = tmp_path / "stemserve.toml"
     file.write_text(text)
-    settings = read_settings(file=file, environment={}, flags={})
+    flags = {"worker.address": Setting(value="worker:50061", source="--worker")}
+    in_groups = MATRIX[row].get("workload") == "LeaderWorkerSet"
+    settings = read_settings(file=file, environment={}, flags=flags if in_groups else {})
     assert settings.config.server.host == "0.0.0.0"
     assert settings.config.server.drain_s == 120
     assert settings_text(settings)
-    assert len(settings.sources) == sum(len(table) for table in tables(tomllib.loads(text)))
+    given = sum(len(table) for table in tables(tomllib.loads(text)))
+    assert len(settings.sources) == given + in_groups
 
 
 def tables(tree: dict[str, Any]) -> list[list[str]]:
@@ -94,6 +98,7 @@ def test_values_reach_the_settings() -> None:
     assert settings["server"]["max_connection_age_s"] == 300.5
     assert settings["worker"] == {
         "device": "cuda",
+        "start_timeout_s": 1200,
         "kv_memory": "20G",
         "gpu_memory_utilization": 0.85,
         "deterministic": True,
@@ -111,6 +116,7 @@ def test_the_schema_knows_every_setting_of_the_server() -> None:
         schema: Any = chart.schema
     set_here = {
         *("model", "model_cache", "worker.address", "worker.device"),
+        "worker.start_timeout_s",  # probes.startupSeconds
         *(f"worker.tls_{name}" for name in ("ca", "certificate", "private_key")),
         *(f"server.{name}" for name in ("host", "port", "health_port", "metrics_port")),
         *("server.drain_s", "server.drain_delay_s"),
@@ -133,7 +139,9 @@ def test_every_value_is_in_the_schema_and_every_object_is_strict() -> None:
     assert set(values) == set(schema["properties"]) - {"global"}
     loose = {path for path, part in objects_of(schema) if "additionalProperties" not in part}
     assert loose == {"affinity", "tolerations", "env.valueFrom", "global", "networkPolicy.clients",
-                     "networkPolicy.monitoring", "networkPolicy.extraEgress"}  # fmt: skip
+                     "networkPolicy.monitoring", "networkPolicy.extraEgress",
+                     "leaderWorkerSet.leader.affinity",
+                     "leaderWorkerSet.leader.tolerations"}  # fmt: skip
 
 
 def objects_of(part: Any, path: str = "") -> list[tuple[str, Any]]:

@@ -54,4 +54,26 @@
 {{- if and (eq $v.autoscaling.kind "keda") (not $v.autoscaling.prometheusAddress) -}}
 {{- fail "autoscaling.kind keda needs autoscaling.prometheusAddress" -}}
 {{- end -}}
+{{- if and $v.certificates.issuer.name (not $v.tls.secretName) (not $v.leaderWorkerSet.tls.workerSecretName) -}}
+{{- fail "certificates.issuer makes what tls.secretName and leaderWorkerSet.tls name: name a Secret there" -}}
+{{- end -}}
+{{- if include "stemserve.hasGroups" . }}{{ include "stemserve.groupChecks" . }}{{ end -}}
+{{- end -}}
+
+{{- define "stemserve.groupChecks" -}}
+{{- $v := .Values -}}
+{{- $tls := $v.leaderWorkerSet.tls -}}
+{{- if ne (empty $tls.leaderSecretName) (empty $tls.workerSecretName) -}}
+{{- fail "leaderWorkerSet.tls.leaderSecretName and workerSecretName go together" -}}
+{{- end -}}
+{{- if and (not $tls.workerSecretName) (not $tls.allowPlaintext) -}}
+{{- fail "a worker does as it is told by whoever connects: set leaderWorkerSet.tls.leaderSecretName and workerSecretName, or allowPlaintext where only the leaders reach it" -}}
+{{- end -}}
+{{- if and (eq $v.router.mode "envoy") (ne (toString $v.updateStrategy.maxSurge) "0") -}}
+{{- fail "workload LeaderWorkerSet with router.mode envoy needs updateStrategy.maxSurge 0: Envoy knows the replicas by their names" -}}
+{{- end -}}
+{{- /* The label of a StatefulSet's pods, NAME-group-999- and a hash of 10, has 63 characters at most. */ -}}
+{{- if gt (len (include "stemserve.fullname" .)) 42 -}}
+{{- fail (printf "the name %s is too long for workload LeaderWorkerSet: 42 characters at most; set fullnameOverride" (include "stemserve.fullname" .)) -}}
+{{- end -}}
 {{- end -}}

@@ -1,7 +1,8 @@
-{{- /* Envoy's configuration. A StatefulSet's servers hash by their names, which outlive their pods. */ -}}
+{{- /* Envoy's configuration. Servers hash by their names, which outlive their pods, but for a Deployment's. */ -}}
 {{- define "stemserve.envoy" -}}
 {{- $v := .Values -}}
-{{- $servers := printf "%s-servers.%s.svc" (include "stemserve.fullname" .) .Release.Namespace -}}
+{{- $named := ne $v.workload "Deployment" -}}
+{{- $servers := include "stemserve.podDomain" . -}}
 admin: {address: {socket_address: {address: 127.0.0.1, port_value: 9901}}}
 static_resources:
   listeners:
@@ -90,7 +91,7 @@ static_resources:
         healthy_panic_threshold: {value: 0}
         consistent_hashing_lb_config:
           hash_balance_factor: {{ $v.router.hashBalanceFactor | int }}
-          {{- if eq $v.workload "StatefulSet" }}
+          {{- if $named }}
           use_hostname_for_hashing: true
           {{- end }}
       circuit_breakers:
@@ -130,9 +131,9 @@ static_resources:
         cluster_name: servers
         endpoints:
           - lb_endpoints:
-              {{- if eq $v.workload "StatefulSet" }}
+              {{- if $named }}
               {{- range $i := until (include "stemserve.mostReplicas" . | int) }}
-              {{- $name := printf "%s-%d.%s" (include "stemserve.fullname" $) $i $servers }}
+              {{- $name := printf "%s-%d.%s" (include "stemserve.workloadName" $) $i $servers }}
               - endpoint: {hostname: {{ $name }}, address: {socket_address: {address: {{ $name }}, port_value: 50051}}}
               {{- end }}
               {{- else }}

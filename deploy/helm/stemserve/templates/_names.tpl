@@ -27,6 +27,12 @@ app.kubernetes.io/component: server
 app.kubernetes.io/component: router
 {{- end -}}
 
+{{- /* Of the pods with the GPUs in a LeaderWorkerSet; its leaders are the servers. */ -}}
+{{- define "stemserve.workerLabels" -}}
+{{ include "stemserve.instance" . }}
+app.kubernetes.io/component: worker
+{{- end -}}
+
 {{- define "stemserve.labels" -}}
 {{ include "stemserve.instance" . }}
 app.kubernetes.io/version: {{ .Chart.AppVersion | quote }}
@@ -50,6 +56,26 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version | replace "+" "_" }}
 {{- else -}}
 {{- printf "%s:%s" $image.repository (default (index . 1) $image.tag) -}}
 {{- end -}}
+{{- end -}}
+
+{{- define "stemserve.hasGroups" -}}
+{{- if eq .Values.workload "LeaderWorkerSet" }}true{{ end -}}
+{{- end -}}
+
+{{- /* What holds the servers' pods. A LeaderWorkerSet's headless Service has its name, so it cannot be ours. */ -}}
+{{- define "stemserve.workloadName" -}}
+{{ include "stemserve.fullname" . }}{{ if include "stemserve.hasGroups" . }}-group{{ end }}
+{{- end -}}
+
+{{- define "stemserve.workloadApi" -}}
+{{ if include "stemserve.hasGroups" . }}leaderworkerset.x-k8s.io/v1{{ else }}apps/v1{{ end }}
+{{- end -}}
+
+{{- /* The domain of pods that keep their names: NAME-0, NAME-1, ..., and NAME-0-1, ... of workers. */ -}}
+{{- define "stemserve.podDomain" -}}
+{{- $service := printf "%s-servers" (include "stemserve.fullname" .) -}}
+{{- if include "stemserve.hasGroups" . }}{{ $service = include "stemserve.workloadName" . }}{{ end -}}
+{{- printf "%s.%s.svc" $service .Release.Namespace -}}
 {{- end -}}
 
 {{- define "stemserve.mostReplicas" -}}

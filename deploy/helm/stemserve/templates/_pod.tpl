@@ -1,6 +1,8 @@
-{{- /* The pod of one server, for a Deployment and a StatefulSet. */ -}}
+{{- /* The pod of one server, for a Deployment, a StatefulSet, and the leader of a group. */ -}}
 {{- define "stemserve.pod" -}}
 {{- $v := .Values -}}
+{{- $placed := $v -}}
+{{- if include "stemserve.hasGroups" . }}{{ $placed = $v.leaderWorkerSet.leader }}{{ end -}}
 metadata:
   labels:
     {{- include "stemserve.serverLabels" . | nindent 4 }}
@@ -12,69 +14,23 @@ metadata:
     stemserve/config-hash: {{ include "stemserve.toml" . | sha256sum }}
     {{- with $v.podAnnotations }}{{ toYaml . | nindent 4 }}{{ end }}
 spec:
-  serviceAccountName: {{ include "stemserve.serviceAccount" . }}
-  automountServiceAccountToken: false
-  enableServiceLinks: false
+  {{- include "stemserve.podRules" (list . (include "stemserve.serverLabels" .) $placed) | nindent 2 }}
   terminationGracePeriodSeconds: {{ $v.terminationGracePeriodSeconds | int }}
-  securityContext: {{- include "stemserve.podSecurity" . | nindent 4 }}
-  {{- with $v.image.pullSecrets }}
-  imagePullSecrets: {{- range . }}
-    - name: {{ . }}
-    {{- end }}
-  {{- end }}
-  {{- with $v.priorityClassName }}
-  priorityClassName: {{ . }}
-  {{- end }}
-  {{- with $v.runtimeClassName }}
-  runtimeClassName: {{ . }}
-  {{- end }}
-  {{- with $v.nodeSelector }}
-  nodeSelector: {{- toYaml . | nindent 4 }}
-  {{- end }}
-  {{- with $v.tolerations }}
-  tolerations: {{- toYaml . | nindent 4 }}
-  {{- end }}
-  {{- with $v.affinity }}
-  affinity: {{- toYaml . | nindent 4 }}
-  {{- end }}
-  {{- if $v.topologySpread }}
-  topologySpreadConstraints:
-    {{- range list "topology.kubernetes.io/zone" "kubernetes.io/hostname" }}
-    - topologyKey: {{ . }}
-      maxSkew: 1
-      whenUnsatisfiable: ScheduleAnyway
-      labelSelector:
-        matchLabels: {{- include "stemserve.serverLabels" $ | nindent 10 }}
-    {{- end }}
-  {{- end }}
-  {{- if eq $v.model.source "download" }}
-  initContainers:
-    - name: fetch-model
-      image: {{ include "stemserve.image" (list $v.image .Chart.AppVersion) }}
-      imagePullPolicy: {{ $v.image.pullPolicy }}
-      command: [python, /etc/stemserve/fetch_model.py, /etc/stemserve/files.json, /models]
-      {{- if $v.model.download.tokenSecret.name }}
-      env:
-        - name: MODEL_TOKEN
-          valueFrom: {secretKeyRef: {{ toJson $v.model.download.tokenSecret }}}
-      {{- end }}
-      securityContext: {{- include "stemserve.containerSecurity" . | nindent 8 }}
-      resources:
-        requests: {cpu: 500m, memory: 256Mi}
-        limits: {memory: 256Mi}
-      volumeMounts:
-        - {name: config, mountPath: /etc/stemserve, readOnly: true}
-        - {name: models, mountPath: /models}
-  {{- end }}
+  {{- include "stemserve.fetchModel" . | nindent 2 }}
   containers:
     - name: stemserve
       image: {{ include "stemserve.image" (list $v.image .Chart.AppVersion) }}
       imagePullPolicy: {{ $v.image.pullPolicy }}
+      {{- if include "stemserve.hasGroups" . }}
+      args: [serve, --config, /etc/stemserve/stemserve.toml, --worker, {{ printf "$(POD_NAME)-1.%s:50061" (include "stemserve.podDomain" .) }}]
+      {{- else }}
       args: [serve, --config, /etc/stemserve/stemserve.toml]
+      {{- end }}
       env:
-        - {name: HOME, value: /home/stemserve}
-        - {name: TRITON_CACHE_DIR, value: /home/stemserve/.cache/triton}
-        {{- with $v.env }}{{ toYaml . | nindent 8 }}{{ end }}
+        {{- if include "stemserve.hasGroups" . }}
+        - {name: POD_NAME, valueFrom: {fieldRef: {fieldPath: metadata.name}}}
+        {{- end }}
+        {{- include "stemserve.env" . | nindent 8 }}
       ports:
         - {name: grpc, containerPort: 50051}
         - {name: health, containerPort: 50052}
@@ -95,9 +51,84 @@ spec:
         timeoutSeconds: 2
         failureThreshold: 1
       securityContext: {{- include "stemserve.containerSecurity" . | nindent 8 }}
+      {{- if include "stemserve.hasGroups" . }}
+      resources: {{- toYaml $v.leaderWorkerSet.leader.resources | nindent 8 }}
+      {{- else }}
       resources: {{- include "stemserve.resources" . | nindent 8 }}
+      {{- end }}
       volumeMounts: {{- include "stemserve.mounts" . | nindent 8 }}
   volumes: {{- include "stemserve.volumes" . | nindent 4 }}
+{{- end -}}
+
+{{- /* What all pods with the server's image have. Takes context, labels, and where a pod may be placed. */ -}}
+{{- define "stemserve.podRules" -}}
+{{- $context := index . 0 -}}
+{{- $labels := index . 1 -}}
+{{- $placed := index . 2 -}}
+{{- $v := $context.Values -}}
+serviceAccountName: {{ include "stemserve.serviceAccount" $context }}
+automountServiceAccountToken: false
+enableServiceLinks: false
+securityContext: {{- include "stemserve.podSecurity" $context | nindent 2 }}
+{{- with $v.image.pullSecrets }}
+imagePullSecrets: {{- range . }}
+  - name: {{ . }}
+  {{- end }}
+{{- end }}
+{{- with $v.priorityClassName }}
+priorityClassName: {{ . }}
+{{- end }}
+{{- with $placed.runtimeClassName }}
+runtimeClassName: {{ . }}
+{{- end }}
+{{- with $placed.nodeSelector }}
+nodeSelector: {{- toYaml . | nindent 2 }}
+{{- end }}
+{{- with $placed.tolerations }}
+tolerations: {{- toYaml . | nindent 2 }}
+{{- end }}
+{{- with $placed.affinity }}
+affinity: {{- toYaml . | nindent 2 }}
+{{- end }}
+{{- if $v.topologySpread }}
+topologySpreadConstraints:
+  {{- range list "topology.kubernetes.io/zone" "kubernetes.io/hostname" }}
+  - topologyKey: {{ . }}
+    maxSkew: 1
+    whenUnsatisfiable: ScheduleAnyway
+    labelSelector:
+      matchLabels: {{- $labels | nindent 8 }}
+  {{- end }}
+{{- end }}
+{{- end -}}
+
+{{- define "stemserve.fetchModel" -}}
+{{- $v := .Values -}}
+{{- if eq $v.model.source "download" }}
+initContainers:
+  - name: fetch-model
+    image: {{ include "stemserve.image" (list $v.image .Chart.AppVersion) }}
+    imagePullPolicy: {{ $v.image.pullPolicy }}
+    command: [python, /etc/stemserve/fetch_model.py, /etc/stemserve/files.json, /models]
+    {{- if $v.model.download.tokenSecret.name }}
+    env:
+      - name: MODEL_TOKEN
+        valueFrom: {secretKeyRef: {{ toJson $v.model.download.tokenSecret }}}
+    {{- end }}
+    securityContext: {{- include "stemserve.containerSecurity" . | nindent 6 }}
+    resources:
+      requests: {cpu: 500m, memory: 256Mi}
+      limits: {memory: 256Mi}
+    volumeMounts:
+      - {name: config, mountPath: /etc/stemserve, readOnly: true}
+      - {name: models, mountPath: /models}
+{{- end }}
+{{- end -}}
+
+{{- define "stemserve.env" -}}
+- {name: HOME, value: /home/stemserve}
+- {name: TRITON_CACHE_DIR, value: /home/stemserve/.cache/triton}
+{{- with .Values.env }}{{ toYaml . | nindent 0 }}{{ end }}
 {{- end -}}
 
 {{- define "stemserve.resources" -}}
@@ -109,12 +140,19 @@ spec:
 {{- toYaml $resources -}}
 {{- end -}}
 
-{{- define "stemserve.mounts" -}}
+{{- define "stemserve.modelMounts" -}}
 - {name: config, mountPath: /etc/stemserve, readOnly: true}
 - {name: cache, mountPath: /home/stemserve/.cache}
 - {name: temporary, mountPath: /tmp}
 {{- if ne .Values.model.source "default" }}
 - {name: models, mountPath: /models, readOnly: true}
+{{- end }}
+{{- end -}}
+
+{{- define "stemserve.mounts" -}}
+{{- include "stemserve.modelMounts" . }}
+{{- if include "stemserve.hasGroups" . }}
+{{- include "stemserve.groupTlsMount" .Values.leaderWorkerSet.tls.leaderSecretName }}
 {{- end }}
 {{- if .Values.tls.secretName }}
 - {name: tls, mountPath: /etc/stemserve-tls, readOnly: true}
@@ -124,7 +162,7 @@ spec:
 {{- end }}
 {{- end -}}
 
-{{- define "stemserve.volumes" -}}
+{{- define "stemserve.modelVolumes" -}}
 {{- $v := .Values -}}
 - name: config
   configMap: {name: {{ include "stemserve.fullname" . }}}
@@ -142,6 +180,14 @@ spec:
   {{- else }}
   emptyDir: {sizeLimit: {{ $v.model.download.sizeLimit }}}
   {{- end }}
+{{- end }}
+{{- end -}}
+
+{{- define "stemserve.volumes" -}}
+{{- $v := .Values -}}
+{{- include "stemserve.modelVolumes" . }}
+{{- if include "stemserve.hasGroups" . }}
+{{- include "stemserve.groupTlsVolume" $v.leaderWorkerSet.tls.leaderSecretName }}
 {{- end }}
 {{- if $v.tls.secretName }}
 - name: tls

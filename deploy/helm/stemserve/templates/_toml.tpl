@@ -27,22 +27,49 @@
 {{- printf "/models/%s" $path | trimSuffix "/" -}}
 {{- end -}}
 
+{{- /* The keys of no table. */ -}}
+{{- define "stemserve.topLines" -}}
+{{- $top := set (deepCopy .Values.settings) "model_cache" "/home/stemserve/.cache/stemserve" -}}
+{{- if ne .Values.model.source "default" }}{{ $_ := set $top "model" (include "stemserve.modelPath" .) }}{{ end -}}
+{{- include "stemserve.tomlLines" $top | trim }}
+{{- end -}}
+
+{{- define "stemserve.workerLines" -}}
+{{- $worker := dict "device" (ternary "cuda" "cpu" (gt (.Values.gpu.count | int) 0)) -}}
+{{- $_ := set $worker "start_timeout_s" .Values.probes.startupSeconds -}}
+{{- include "stemserve.tomlLines" (merge $worker .Values.settings.worker) }}
+{{- end -}}
+
+{{- /* What `stemserve worker --config` reads in a pod of its own. */ -}}
+{{- define "stemserve.workerToml" -}}
+{{ include "stemserve.topLines" . }}
+
+[worker]
+{{- include "stemserve.workerLines" . }}
+{{- with dig "max_step_tokens" 0 .Values.settings.limits }}
+
+[limits]
+max_step_tokens = {{ . | int }}
+{{- end }}
+{{- end -}}
+
 {{- define "stemserve.toml" -}}
 {{- $v := .Values -}}
-{{- $top := omit $v.settings "server" "worker" -}}
-{{- $_ := set $top "model_cache" "/home/stemserve/.cache/stemserve" -}}
-{{- if ne $v.model.source "default" }}{{ $_ := set $top "model" (include "stemserve.modelPath" .) }}{{ end -}}
 {{- $server := dict "host" "0.0.0.0" "port" 50051 "health_port" 50052 "metrics_port" 9400 -}}
 {{- $_ := set $server "drain_s" $v.drain.seconds -}}
 {{- $_ := set $server "drain_delay_s" $v.drain.delaySeconds -}}
-{{- $worker := dict "device" (ternary "cuda" "cpu" (gt ($v.gpu.count | int) 0)) -}}
-{{- include "stemserve.tomlLines" $top | trim }}
+{{ include "stemserve.topLines" . }}
 
 [server]
 {{- include "stemserve.tomlLines" (merge $server $v.settings.server) }}
 
 [worker]
-{{- include "stemserve.tomlLines" (merge $worker $v.settings.worker) }}
+{{- include "stemserve.workerLines" . }}
+{{- if and (include "stemserve.hasGroups" .) $v.leaderWorkerSet.tls.leaderSecretName }}
+tls_ca = "/etc/stemserve-worker-tls/ca.crt"
+tls_certificate = "/etc/stemserve-worker-tls/tls.crt"
+tls_private_key = "/etc/stemserve-worker-tls/tls.key"
+{{- end }}
 {{- range $table, $values := omit $v.settings "server" "worker" }}
 {{- if and (kindIs "map" $values) $values }}
 

@@ -97,7 +97,7 @@ def read_out(width: int, rng: np.random.Generator) -> Numbers:
     for name, of_mask in (("free_ms", False), ("masked_ms", True)):
         sampler = Sampler(width, torch.device("cpu"))
         messages = [
-            worker_pb2.Sampler(slot=slot, top_logprobs=width + 1, top_of_mask=of_mask)
+            worker_pb2.Sampler(slot=slot, top_logprobs=width + 1, reads_only=True)
             for slot in range(width)
         ]
         sampler.admit([decode_sampler(each, slots=width, vocab_size=VOCAB) for each in messages])
@@ -110,7 +110,7 @@ def read_out(width: int, rng: np.random.Generator) -> Numbers:
                 for slot in range(width)
             ]
             sampler.mask(decode_masks(masks, vocab_size=VOCAB))
-        found[name] = 1e3 * seconds(partial(sampler.draw, logits, samples), TURNS)
+        found[name] = 1e3 * seconds(partial(sampler.read, logits, samples), TURNS)
     return found
 
 

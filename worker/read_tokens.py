@@ -21,23 +21,27 @@ class ReadTokens:
         self._likeliest = np.zeros(slots, np.int32)
         self._counts = np.zeros(slots, np.int32)  # with the others
         self._ids: dict[int, Int32] = {}  # of slots that ask for some
-        self._of_mask = np.zeros(slots, np.bool_)  # slots that ask for tokens of their mask
+        self._only = np.zeros(slots, np.bool_)  # slots that draw nothing; they read of their mask
         self._masks: dict[int, TokenMask] = {}  # of these, in this step
 
     def admit(self, params: SamplerParams) -> None:
         slot, ids = params.slot, params.logprob_ids
         self._likeliest[slot] = params.top_logprobs
         self._counts[slot] = params.top_logprobs + len(ids)
-        self._of_mask[slot] = params.top_of_mask
+        self._only[slot] = params.reads_only
         self._ids.pop(slot, None)
         if len(ids):
             self._ids[slot] = ids
 
     def mask(self, masks: Sequence[TokenMask]) -> Set[int]:
-        """Masks of one step, instead of those of the one before. Returns the slots that read their
-        mask: nobody uses what they draw, so that the mask is not for their logits."""
-        self._masks = {mask.slot: mask for mask in masks if self._of_mask[mask.slot]}
+        """Masks of one step, instead of those of the one before. Returns the slots that read of
+        theirs, so that it is not for their logits."""
+        self._masks = {mask.slot: mask for mask in masks if self._only[mask.slot]}
         return self._masks.keys()
+
+    def only(self, slots: Int32) -> NDArray[np.bool_]:  # [samples]
+        """Which draw nothing."""
+        return self._only[slots]
 
     def counts(self, slots: Int32) -> Int32:  # [samples]
         counts = self._counts[slots]

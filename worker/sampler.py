@@ -32,7 +32,7 @@ from stemserve.worker.transfer import to_host
 class Drawn:
     """One token a sample. A sample that had nothing finite to draw from is failed."""
 
-    tokens: Tensor  # [samples] int64
+    tokens: Tensor  # [samples] int64; -1: the sample only reads
     logprobs: Tensor  # [samples] float32, raw: before bias, bans, temperature and truncation
     failed: Tensor  # [samples] bool
     top_counts: Int32  # [samples] how many of the columns below each sample asked for
@@ -118,8 +118,13 @@ class Sampler:
         """Which samples the tables of the slots say all about."""
         slots, index = samples.slots, samples.index
         self._refuse_unknown(slots[~self._is_known[slots]])
-        plain: NDArray[np.bool_] = (self._read.counts(slots) == 0) & ~self._edits.any(slots, index)
+        reads = self._read.only(slots) | (self._read.counts(slots) > 0)
+        plain: NDArray[np.bool_] = ~(reads | self._edits.any(slots, index))
         return plain
+
+    def only_reads(self, samples: Samples) -> NDArray[np.bool_]:  # [samples]
+        """Which samples draw nothing: they are for `read`, not for `draw`."""
+        return self._read.only(samples.slots)
 
     def drew(self, slots: Int32) -> None:
         """The device put tokens into the slots."""
@@ -178,6 +183,23 @@ class Sampler:
             top_counts=counts,
             top_ids=nothing.long().index_copy(0, rows, top_ids),
             top_logprobs=nothing.index_copy(0, rows, top_logprobs),
+        )
+
+    def read(
+        self,
+        logits: Tensor,  # [samples, vocab] float32
+        samples: Samples,
+    ) -> Drawn:
+        """No tokens: the likeliest ones of samples that only read."""
+        raw, counts = _log_softmax(logits), self._read.counts(samples.slots)
+        top_ids, top_logprobs = self._read.read(raw, samples.slots, int(counts.max()))
+        return Drawn(
+            tokens=torch.full((len(raw),), -1, device=raw.device),
+            logprobs=raw.new_zeros(len(raw)),
+            failed=raw[:, 0].isnan(),  # of logits that are not finite, all are
+            top_counts=counts,
+            top_ids=top_ids,
+            top_logprobs=top_logprobs,
         )
 
     def _draw(self, logits: Tensor, slots: Int32, index: Int32) -> DrawnTokens:

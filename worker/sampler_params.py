@@ -40,7 +40,7 @@ class SamplerParams:
     generated_ids: Int32  # drawn before the slot was given, in order
     allowed_ids: Int32  # only these may come; empty: all
     logprob_ids: Int32  # whose log-probabilities are read
-    top_of_mask: bool  # top_logprobs are tokens of the step's mask; there may be fewer
+    reads_only: bool  # nothing is drawn: top_logprobs are read, of the step's mask if there is one
 
     @property
     def has_penalties(self) -> bool:
@@ -104,8 +104,10 @@ def decode_sampler(message: worker_pb2.Sampler, *, slots: int, vocab_size: int) 
         raise BadPlan(f"{where}: min_p {message.min_p} is not in [0, 1]")
     if message.top_logprobs > vocab_size:
         raise BadPlan(f"{where}: top_logprobs {message.top_logprobs} is above {vocab_size}")
-    if message.top_of_mask and message.logprob_ids:
-        raise BadPlan(f"{where}: top_of_mask and logprob_ids exclude each other")
+    if message.reads_only and message.logprob_ids:
+        raise BadPlan(f"{where}: reads_only and logprob_ids exclude each other")
+    if message.reads_only and not message.top_logprobs:
+        raise BadPlan(f"{where}: reads_only without top_logprobs reads nothing")
     _check_penalties(where, message)
     return SamplerParams(
         slot=message.slot,
@@ -131,7 +133,7 @@ def decode_sampler(message: worker_pb2.Sampler, *, slots: int, vocab_size: int) 
         generated_ids=_token_ids(f"{where}: generated_ids", message.generated_ids, vocab_size),
         allowed_ids=_token_ids(f"{where}: allowed_ids", message.allowed_ids, vocab_size),
         logprob_ids=_token_ids(f"{where}: logprob_ids", message.logprob_ids, vocab_size),
-        top_of_mask=message.top_of_mask,
+        reads_only=message.reads_only,
     )
 
 

@@ -1,6 +1,6 @@
 """What a step reads from the final hidden states: log-probabilities, draws and class scores."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -14,7 +14,7 @@ from stemserve.worker.models.chunked_gather import LOGIT_BUFFER_BYTES, between, 
 from stemserve.worker.models.layer_ops import Gathered
 from stemserve.worker.sampler import Drawn, Sampler
 from stemserve.worker.step import Step
-from stemserve.worker.step_reads import Gathers
+from stemserve.worker.step_reads import Gathers, Samples
 from stemserve.worker.transfer import to_host
 
 NOBODY = np.empty(0, np.int64)  # rows or tokens
@@ -166,12 +166,19 @@ class Scorer:
             )
             slots = step.samples.slots[samples]
             yield samples, self._sampler.take(tokens, logprobs, failed, slots)
-        if len(samples := np.flatnonzero(~likeliest)):
-            rows, at = np.unique(readout.sample_rows[samples], return_inverse=True)
-            yield from self._draw(step, _picked(hidden, rows), samples, at)
+        reads = self._sampler.only_reads(step.samples)
+        for some, read in ((reads, self._sampler.read), (~likeliest & ~reads, self._sampler.draw)):
+            if len(samples := np.flatnonzero(some)):
+                rows, at = np.unique(readout.sample_rows[samples], return_inverse=True)
+                yield from self._of_logits(step, _picked(hidden, rows), samples, at, read)
 
-    def _draw(
-        self, step: Step, hidden: Tensor, samples: NDArray[np.intp], at: NDArray[np.intp]
+    def _of_logits(
+        self,
+        step: Step,
+        hidden: Tensor,
+        samples: NDArray[np.intp],
+        at: NDArray[np.intp],
+        read: Callable[[Tensor, Samples], Drawn],
     ) -> Iterator[tuple[NDArray[np.intp], Drawn]]:
         """`at`: the row of hidden that each of the samples reads."""
         for start in range(0, len(hidden), self._rows_at_once):
@@ -181,8 +188,7 @@ class Scorer:
             for first in range(0, len(reading), self._draws_at_once):
                 now = reading[first : first + self._draws_at_once]
                 some = samples[now]
-                drawn = self._sampler.draw(_picked(logits, at[now] - start), step.samples.of(some))
-                yield some, drawn
+                yield some, read(_picked(logits, at[now] - start), step.samples.of(some))
 
     def _classify(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
         if not len(hidden):

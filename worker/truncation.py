@@ -53,17 +53,32 @@ def largest(
     values: Tensor,  # [rows, vocab]
     count: int,
 ) -> tuple[Tensor, Tensor]:  # [rows, count] ids and values, largest first
+    """Of equal ones the lowest ids, but for -inf on a CPU: any."""
     if not count:
         rows = len(values)
         return values.new_empty(rows, 0, dtype=torch.int64), values.new_empty(rows, 0)
-    # One integer a token that orders by value and then by id, so that nothing is sorted but what
-    # is returned.
+    if not values.is_cpu:  # where asking whether some are equal would wait for the device
+        found = _largest_by_id(values, count)
+        return found, values.gather(-1, found)
+    first = values.topk(min(count + 1, values.shape[-1]))
+    ids = first.indices[:, :count].sort(-1).values
+    least = first.values[:, count - 1]
+    # No column behind: all are there.
+    tied = (first.values[:, count:] == least[:, None]).any(-1) & (least != -torch.inf)
+    if tied.any():
+        ids[tied] = _largest_by_id(values[tied], count).sort(-1).values
+    ordered, places = values.gather(-1, ids).sort(dim=-1, descending=True, stable=True)
+    return ids.gather(-1, places), ordered
+
+
+def _largest_by_id(values: Tensor, count: int) -> Tensor:  # [rows, count] ids
+    """One integer a token that orders by value and then by id, so that nothing is sorted but what
+    is returned; on a CPU that takes ten times as long as finding the largest values."""
     bits = torch.where(values == 0, 0.0, values).view(torch.int32)
     ordered = bits ^ ((bits >> 31) & 0x7FFFFFFF)
     last = torch.iinfo(torch.int32).max
     ids = last - torch.arange(values.shape[-1], device=values.device)
-    found = last - (((ordered.long() << 32) | ids).topk(count).values & last)
-    return found, values.gather(-1, found)
+    return last - (((ordered.long() << 32) | ids).topk(count).values & last)
 
 
 def _sorted(weights: Tensor) -> Tensor:

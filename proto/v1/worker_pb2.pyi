@@ -319,7 +319,7 @@ class Sampler(google.protobuf.message.Message):
     GENERATED_IDS_FIELD_NUMBER: builtins.int
     ALLOWED_IDS_FIELD_NUMBER: builtins.int
     LOGPROB_IDS_FIELD_NUMBER: builtins.int
-    TOP_OF_MASK_FIELD_NUMBER: builtins.int
+    READS_ONLY_FIELD_NUMBER: builtins.int
     slot: builtins.int
     temperature: builtins.float
     top_k: builtins.int
@@ -349,9 +349,9 @@ class Sampler(google.protobuf.message.Message):
     """only these may come; empty: all"""
     logprob_ids: builtins.bytes
     """read like the top_logprobs likeliest ones, and answered behind them"""
-    top_of_mask: builtins.bool
-    """top_logprobs counts tokens of the step's mask only, and is the most: there may be fewer. The mask is not for what is
-    drawn, which is of no use then.
+    reads_only: builtins.bool
+    """No token is drawn: the top_logprobs likeliest ones are read, of the step's mask if there is one, which may have fewer.
+    sampled_tokens has -1 there, and sampled_logprobs 0.
     """
     def __init__(
         self,
@@ -375,9 +375,9 @@ class Sampler(google.protobuf.message.Message):
         generated_ids: builtins.bytes = ...,
         allowed_ids: builtins.bytes = ...,
         logprob_ids: builtins.bytes = ...,
-        top_of_mask: builtins.bool = ...,
+        reads_only: builtins.bool = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["allowed_ids", b"allowed_ids", "banned_ids", b"banned_ids", "bias_ids", b"bias_ids", "bias_values", b"bias_values", "frequency_penalty", b"frequency_penalty", "generated_ids", b"generated_ids", "logprob_ids", b"logprob_ids", "min_new_tokens", b"min_new_tokens", "min_p", b"min_p", "min_tokens_banned_ids", b"min_tokens_banned_ids", "presence_penalty", b"presence_penalty", "prompt_ids", b"prompt_ids", "repetition_penalty", b"repetition_penalty", "seed", b"seed", "slot", b"slot", "temperature", b"temperature", "top_k", b"top_k", "top_logprobs", b"top_logprobs", "top_of_mask", b"top_of_mask", "top_p", b"top_p"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["allowed_ids", b"allowed_ids", "banned_ids", b"banned_ids", "bias_ids", b"bias_ids", "bias_values", b"bias_values", "frequency_penalty", b"frequency_penalty", "generated_ids", b"generated_ids", "logprob_ids", b"logprob_ids", "min_new_tokens", b"min_new_tokens", "min_p", b"min_p", "min_tokens_banned_ids", b"min_tokens_banned_ids", "presence_penalty", b"presence_penalty", "prompt_ids", b"prompt_ids", "reads_only", b"reads_only", "repetition_penalty", b"repetition_penalty", "seed", b"seed", "slot", b"slot", "temperature", b"temperature", "top_k", b"top_k", "top_logprobs", b"top_logprobs", "top_p", b"top_p"]) -> None: ...
 
 Global___Sampler: typing_extensions.TypeAlias = Sampler
 

@@ -258,11 +258,5 @@ class BeamProgress(DecodingProgress):
 
 
 def _reader(slot: int, search: BeamSearch) -> worker_pb2.Sampler:
-    """A sampler whose token nobody uses: the likeliest ones are read beside it."""
-    return worker_pb2.Sampler(
-        slot=slot,
-        temperature=0.0,
-        top_p=1.0,
-        top_logprobs=search.candidates,
-        top_of_mask=search.is_guided,
-    )
+    """A sampler that draws no token: the likeliest ones are read."""
+    return worker_pb2.Sampler(slot=slot, top_logprobs=search.candidates, reads_only=True)

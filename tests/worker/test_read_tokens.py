@@ -59,7 +59,8 @@ def test_an_asked_token_leaves_the_draws_as_they_are() -> None:
 
 
 @pytest.mark.parametrize("seed", range(10))
-def test_tokens_of_a_mask_are_its_likeliest_however_it_is_written(seed: int) -> None:
+def test_samples_that_only_read_get_the_likeliest_of_their_mask(seed: int) -> None:
+    """However it is written; without one, of all."""
     rng = np.random.default_rng(seed)
     rows = 12
     logits = rng.choice([-1.0, 0.0, 2.5], (rows, VOCAB)).astype(np.float32)  # many are equal
@@ -68,8 +69,7 @@ def test_tokens_of_a_mask_are_its_likeliest_however_it_is_written(seed: int) -> 
     legal = [np.sort(rng.permutation(VOCAB)[: rng.integers(1, 9)]) for _ in range(rows)]
     sampler = Sampler(rows, CPU)
     samplers = [
-        message(slot=row, temperature=0.0, top_logprobs=int(most[row]), top_of_mask=of_mask[row])
-        for row in range(rows)
+        message(slot=row, top_logprobs=int(most[row]), reads_only=True) for row in range(rows)
     ]
     sampler.admit([decode_sampler(each, slots=rows, vocab_size=VOCAB) for each in samplers])
     sampler.mask(
@@ -79,7 +79,10 @@ def test_tokens_of_a_mask_are_its_likeliest_however_it_is_written(seed: int) -> 
             if of_mask[row]
         ]
     )
-    drawn = sampler.draw(device_tensor(logits, CPU), samples_of(range(rows), [0] * rows))
+    samples = samples_of(range(rows), [0] * rows)
+    assert sampler.only_reads(samples).all() and not sampler.takes_likeliest(samples).any()
+    drawn = sampler.read(device_tensor(logits, CPU), samples)
+    assert drawn.tokens.numpy().tolist() == [-1] * rows
     exact = logits - np.log(np.exp(logits.astype(np.float64)).sum(-1, keepdims=True))
     for row in range(rows):
         known = legal[row] if of_mask[row] else np.arange(VOCAB)
@@ -91,7 +94,23 @@ def test_tokens_of_a_mask_are_its_likeliest_however_it_is_written(seed: int) -> 
         assert not drawn.failed[row]
 
 
-def test_a_sampler_that_reads_its_mask_reads_no_asked_tokens() -> None:
-    params = message(top_logprobs=2, top_of_mask=True, logprob_ids=blob([1]))
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+def test_a_sample_that_only_reads_fails_where_nothing_is_finite(bad: float) -> None:
+    logits = np.random.default_rng(2).normal(0, 1, (3, VOCAB)).astype(np.float32)
+    logits[1, 3 if bad != -np.inf else slice(None)] = bad
+    logits[2, :-1] = -np.inf
+    sampler = Sampler(3, CPU)
+    for row in range(3):
+        params = message(slot=row, top_logprobs=1, reads_only=True)
+        sampler.admit([decode_sampler(params, slots=3, vocab_size=VOCAB)])
+    drawn = sampler.read(device_tensor(logits, CPU), samples_of(range(3), [0] * 3))
+    assert drawn.failed.numpy().tolist() == [False, True, False]
+    assert drawn.top_ids[2, 0] == VOCAB - 1 and drawn.top_logprobs[2, 0] == 0
+
+
+def test_a_sampler_that_only_reads_reads_something_and_no_asked_tokens() -> None:
+    params = message(top_logprobs=2, reads_only=True, logprob_ids=blob([1]))
     with pytest.raises(BadPlan, match="exclude each other"):
         decode_sampler(params, slots=1, vocab_size=VOCAB)
+    with pytest.raises(BadPlan, match="reads nothing"):
+        decode_sampler(message(reads_only=True), slots=1, vocab_size=VOCAB)

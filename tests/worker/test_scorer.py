@@ -79,8 +79,15 @@ def random_plan(rng: np.random.Generator, rows: int) -> PlanBuilder:
     for slot in rng.permutation(LIMITS.sampler_slots)[: rng.integers(0, 5)].tolist():
         plan.sample(int(rng.integers(rows)), slot, int(rng.integers(9)))
     for slot in range(LIMITS.sampler_slots):
-        plan.samplers.append(worker_pb2.Sampler(slot=slot, temperature=slot % 2, seed=slot))
+        plan.samplers.append(sampler_of(slot))
     return plan
+
+
+def sampler_of(slot: int) -> worker_pb2.Sampler:
+    """Of three kinds: the likeliest token, a random one, none."""
+    if slot % 3 == 2:
+        return worker_pb2.Sampler(slot=slot, top_logprobs=3, reads_only=True)
+    return worker_pb2.Sampler(slot=slot, temperature=slot % 3, seed=slot)
 
 
 @pytest.mark.parametrize("chunk", [1, 3, 1000])
@@ -99,14 +106,22 @@ def test_read_outs_equal_those_of_one_row_at_a_time(seed: int, chunk: int) -> No
     assert scores.gather_argmax.numpy().tolist() == argmax
     assert torch.equal(scores.class_scores, logits[plan.classify][:, :3] * 2) or not plan.classify
     drawn = {int(s): i for some, d in scores.draws for i, s in zip(d.tokens, some, strict=True)}
+    tops = {
+        sample: ids
+        for some, read_out in scores.draws
+        for ids, sample in zip(read_out.top_ids, some.tolist(), strict=True)
+    }
     assert sorted(drawn) == list(range(len(plan.samples)))
     for number, (row, slot, _) in enumerate(plan.samples):
-        if slot % 2 == 0:
+        if slot % 3 == 0:
             assert drawn[number] == logits[row].argmax()
+        elif slot % 3 == 2:
+            assert drawn[number] == -1
+            assert torch.equal(tops[number], logits[row].topk(3).indices)
     assert max(heads.rows_at_once, default=0) <= chunk
     gathered = {row for row, _ in plan.gathers}
-    random, likeliest = ({r for r, slot, _ in plan.samples if slot % 2 == kind} for kind in (1, 0))
-    assert sum(heads.rows_at_once) == len(gathered) + len(random) + len(likeliest)
+    kinds = [{row for row, slot, _ in plan.samples if slot % 3 == kind} for kind in range(3)]
+    assert sum(heads.rows_at_once) == len(gathered) + sum(map(len, kinds))
 
 
 def test_rows_that_are_not_finite_are_reported_and_harm_no_other() -> None:

@@ -132,9 +132,8 @@ class PrefixTree:
         size = self._page_bytes
         node = self.insert(parent, key[:size], pages[0])
         added = [node]
-        for at, page in enumerate(pages[1:], start=1):
-            part = key[at * size : (at + 1) * size]
-            behind = PageNode(page=page, key=part, parent=node, refs=1)
+        for page, start in zip(pages[1:], range(size, len(key), size), strict=True):
+            behind = PageNode(page, key[start : start + size], node, 1)
             node.children = [behind]
             added.append(behind)
             node = behind
@@ -175,8 +174,7 @@ class PrefixTree:
         while pages > 0:
             used, _, node = heapq.heappop(self._evictable)
             if node.attached and node.refs == 0 and node.is_leaf and node.used == used:
-                self._remove(node)
-                pages -= 1
+                pages -= self._remove_run(node, pages)
         self._free_lost()
 
     def discard(self, node: PageNode) -> None:
@@ -250,6 +248,26 @@ class PrefixTree:
         self.num_unreferenced -= 1
         self._lost_pages.append(node.page)
         self._settle(parent)
+
+    def _remove_run(self, leaf: PageNode, most: int) -> int:
+        """Take out a leaf, and the pages above it that were let go of with it: they are the least
+        recently used ones, one after the other. Returns how many."""
+        lost, top = [leaf.page], leaf
+        leaf.attached = False
+        while len(lost) < most:
+            above = top.parent
+            if above is None or above.is_root or above.refs or above.used != leaf.used:
+                break
+            if above.roots or above.children is None or len(above.children) > 1:
+                break
+            above.attached, above.children = False, None
+            lost.append(above.page)
+            top = above
+        self.num_pages -= len(lost)
+        self.num_unreferenced -= len(lost)
+        self._lost_pages += lost
+        self._settle(_unlink(top))
+        return len(lost)
 
     def _free_lost(self) -> None:
         pages, self._lost_pages = self._lost_pages, []

@@ -114,6 +114,34 @@ def test_eviction_never_takes_what_is_held(seed: int) -> None:
         assert cache.allocator.num_free + cache.tree.num_pages == 30
 
 
+@pytest.mark.parametrize("seed", range(10))
+def test_pages_evicted_together_are_those_that_would_go_one_by_one(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    together, one_by_one = Cache(400), Cache(400)
+    held: list[tuple[list[PageNode], list[PageNode]]] = []
+    for _ in range(60):
+        tokens = rng.integers(0, 2, rng.integers(1, 40)).astype(np.int32)
+        realm = Realm(salt=b"a", trunk=Trunk(salt=b"g", tokens=8)) if rng.random() < 0.3 else HERE
+        held.append((together.hold(tokens, realm), one_by_one.hold(tokens, realm)))
+        if rng.random() < 0.7:
+            nodes, same = held.pop(int(rng.integers(len(held))))
+            together.tree.release(nodes)
+            one_by_one.tree.release(same)
+        count = int(rng.integers(0, together.tree.num_unreferenced // 3 + 1))
+        together.tree.evict(count)
+        for _ in range(count):
+            one_by_one.tree.evict(1)
+        assert _pages(together) == _pages(one_by_one)
+        assert together.allocator.num_free == one_by_one.allocator.num_free
+        assert together.tree.num_unreferenced == one_by_one.tree.num_unreferenced
+
+
+def _pages(cache: Cache) -> set[tuple[int, bytes]]:
+    nodes = cache.tree.nodes()
+    assert len(nodes) == cache.tree.num_pages
+    return {(node.page, node.key) for node in nodes}
+
+
 def test_a_page_without_content_is_not_kept() -> None:
     cache = Cache(4)
     nodes = cache.hold(tokens_of(1, 2, 3, 4, 5, 6))

@@ -3,7 +3,6 @@
 It is synchronous and deterministic: no thread, no I/O, and the clock is given.
 """
 
-import heapq
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
@@ -13,6 +12,7 @@ from stemserve.service.batching.admission import CACHED_CHARGE, Admission
 from stemserve.service.batching.admission import BatcherLimits as BatcherLimits
 from stemserve.service.batching.answers import Answers
 from stemserve.service.batching.burst_size import BurstSize
+from stemserve.service.batching.deadlines import Deadlines
 from stemserve.service.batching.explain_plan import ExplainedPlan as ExplainedPlan
 from stemserve.service.batching.explain_plan import copy_residents, explain_steps
 from stemserve.service.batching.generate_progress import GenerateProgress
@@ -40,8 +40,6 @@ from stemserve.service.request import (
     WorkerFacts,
 )
 
-SPARE_DEADLINES = 64  # of jobs that have ended, kept beside those of live ones
-
 
 class Batcher:
     def __init__(
@@ -62,7 +60,7 @@ class Batcher:
         weights = {tenant: share.weight for tenant, share in self._limits.tenants.items()}
         self._jobs = JobTable(weights, short_tokens=self._limits.short_tokens)
         self._issued: deque[IssuedStep] = deque()
-        self._deadlines: list[tuple[float, int]] = []  # heap; with the arrival number
+        self._deadlines = Deadlines(self._jobs)
         burst = BurstSize(facts.max_burst_steps, max_seconds=self._limits.max_burst_s)
         self._budget = StepBudget(self._limits.max_step_tokens)
         self._forests = ForestMemory(facts.page_size)
@@ -87,6 +85,17 @@ class Batcher:
         """Steps that are issued and not answered."""
         return len(self._issued)
 
+    @property
+    def has_work(self) -> bool:
+        """There may be rows to plan."""
+        return self._planner.may_find_rows
+
+    @property
+    def may_gather(self) -> bool:
+        """All that is to be planned fits a step, so that others may join it, and nothing decodes:
+        tokens of a stream come as steady as its steps."""
+        return not self._jobs.num_decoding and self._jobs.pending_tokens() <= self._budget.rows
+
     def submit(self, job: Job) -> None:
         """Raises QueueFull, NeverFits, DeadlinePassed or InvalidRequest."""
         if self._jobs.find(job.request_id) is not None:
@@ -94,8 +103,7 @@ class Batcher:
         progress = self._intake.take(job, arrival=self._next_arrival, now=self._clock())
         self._next_arrival += 1
         self._jobs.add(progress)
-        if progress.deadline is not None:
-            self._note_deadline(progress.deadline, progress.arrival)
+        self._deadlines.note(progress)
 
     def cancel(self, request_id: str) -> None:
         """The job is dropped without an event. One that has ended may be cancelled."""
@@ -221,20 +229,9 @@ class Batcher:
             raise RuntimeError(f"only {self._slots.num_free} sampler slots are free")
         self._cache.check_idle(self._pins.counts)
 
-    def _note_deadline(self, deadline: float, arrival: int) -> None:
-        """Jobs end long before a late deadline: what has ended is cleared out now and then."""
-        heapq.heappush(self._deadlines, (deadline, arrival))
-        if len(self._deadlines) > 2 * len(self._jobs) + SPARE_DEADLINES:
-            by_arrival = self._jobs.by_arrival
-            self._deadlines = [due for due in self._deadlines if by_arrival(due[1]) is not None]
-            heapq.heapify(self._deadlines)
-
     def _drop_late(self, now: float) -> None:
-        while self._deadlines and self._deadlines[0][0] <= now:
-            _, arrival = heapq.heappop(self._deadlines)
-            job = self._jobs.by_arrival(arrival)
-            if job is not None and not job.has_ended:
-                self._answers.expire(job, now)
+        for job in self._deadlines.passed(now):
+            self._answers.expire(job, now)
 
     def _build_step(self) -> tuple[worker_pb2.StepPlan, IssuedStep] | None:
         if not self._planner.may_find_rows:

@@ -8,6 +8,8 @@ from stemserve.service.request import Job
 
 
 class DecodingProgress(JobProgress):
+    decodes = True
+
     def __init__(self, job: Job, ticket: Ticket) -> None:
         super().__init__(job, ticket)
         self.is_yielding = False  # gives its pages up when its rows in flight are answered

@@ -60,6 +60,8 @@ class KvByRow(NamedTuple):
 class JobProgress(ABC):
     """Plans its rows into steps and takes their results. It holds pages until `release`."""
 
+    decodes = False  # it has, or will have, decode rows
+
     def __init__(self, job: Job, ticket: Ticket) -> None:
         self.request_id = job.request_id
         self.deadline = job.deadline

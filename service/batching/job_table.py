@@ -17,6 +17,7 @@ class JobTable:
         self.waiting: WaitingQueue[JobProgress] = WaitingQueue(weights, short_tokens=short_tokens)
         self.running: list[JobProgress] = []  # in the order of work
         self.ending: set[JobProgress] = set()  # answered or cancelled, with rows in flight
+        self.num_decoding = 0  # jobs that have, or will have, decode rows
         self._by_id: dict[str, JobProgress] = {}
         self._by_arrival: dict[int, JobProgress] = {}
 
@@ -27,6 +28,7 @@ class JobTable:
         self.waiting.add(job)
         self._by_id[job.request_id] = job
         self._by_arrival[job.arrival] = job
+        self.num_decoding += job.decodes
 
     def find(self, request_id: str) -> JobProgress | None:
         """A job that has not ended."""
@@ -65,6 +67,7 @@ class JobTable:
             self.running.remove(job)
         del self._by_id[job.request_id]
         job.has_ended = True
+        self.num_decoding -= job.decodes
         if job.in_flight:
             self.ending.add(job)
         else:

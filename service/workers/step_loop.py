@@ -73,6 +73,7 @@ class StepLoop:
         self._thread: threading.Thread | None = None
         self._turns = threading.Lock()  # held by the thread whose turn it is
         self._asleep_until = NEVER
+        self._held_until_s = NEVER  # what waits is planned then
 
     def start(self, *, deliver: Deliver, worker_lost: WorkerLost) -> None:
         """Both callbacks run on whatever thread has its turn."""
@@ -154,8 +155,10 @@ class StepLoop:
     def _next_moment(self) -> float:
         """When something is due that nobody may bring."""
         moment = min(self._running.values(), default=NEVER)
-        overdue_s = None if self._attached is None else self._attached.overdue_s
-        return moment if overdue_s is None else min(moment, overdue_s)
+        if self._attached is None:
+            return moment
+        overdue_s = NEVER if self._attached.overdue_s is None else self._attached.overdue_s
+        return min(moment, self._held_until_s, overdue_s)
 
     def _take(self, command: Command) -> None:
         match command:
@@ -234,10 +237,17 @@ class StepLoop:
         )
 
     def _plan_steps(self) -> None:
-        attached = self._attached
+        """A step that the worker would not begin yet is planned when those before it are about to
+        end: whoever comes until then is in it, instead of in one more step."""
+        attached, self._held_until_s, self._inbox.gathers_until_s = self._attached, NEVER, 0.0
         if attached is None:
             return
         while len(attached.sent) < attached.steps_in_flight:
+            if attached.batcher.may_gather:
+                until_s = self._inbox.gathers_until_s = attached.plan_by_s
+                if time.monotonic() < until_s:
+                    self._held_until_s = until_s if attached.batcher.has_work else NEVER
+                    return
             plan = attached.batcher.plan_step()
             if plan is None:
                 return

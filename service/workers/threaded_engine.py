@@ -1,6 +1,7 @@
 """Give the servicers awaitable calls on the engine, which the step loop drives."""
 
 import asyncio
+import time
 from collections.abc import AsyncGenerator, Callable, Generator, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
@@ -43,7 +44,7 @@ FEW_CONTEXTS = 4  # each takes 0.07 ms to plan
 FEW_CONTEXT_TOKENS = 8_192  # of all of them; 100,000 that are not cached take 9 ms
 # That a job waits for others while a step runs; a result ends it.
 GATHER_S = 0.002
-REFUSE_S = 0.01  # where no step can be planned before a result: it may be refused
+REFUSE_S = 0.01  # where no step is planned before: it may be refused
 MESSAGES_A_SECOND = 2_500  # of all streams; each costs this process some 60 us
 LOADING = "the model is loading; retry in a moment"
 DRAINING = "the server is shutting down; retry on another one"
@@ -194,8 +195,7 @@ class ThreadedEngine:
         if self._inbox.is_busy:
             if not self._is_gathering:
                 self._is_gathering = True
-                wait_s = REFUSE_S if self._inbox.is_full else GATHER_S
-                self._loop.call_later(wait_s, self._call_step_loop)
+                self._loop.call_later(self._gathering_s(), self._work_gathered)
         elif not self._is_work_due:
             self._is_work_due = True
             # Of all jobs: nothing that it logs belongs to the call that happens to bring it.
@@ -208,9 +208,21 @@ class ThreadedEngine:
         else:
             self._inbox.work(wait=False)
 
-    def _call_step_loop(self) -> None:
+    def _gathering_s(self) -> float:
+        """How long jobs wait for others while a step runs."""
+        if self._inbox.is_full:
+            return REFUSE_S
+        until_s = self._inbox.gathers_until_s
+        return min(REFUSE_S, max(GATHER_S, until_s - time.monotonic())) if until_s else GATHER_S
+
+    def _work_gathered(self) -> None:
+        """Beside generations, whose steps follow each other closely, planning is the thread's."""
         self._is_gathering = False
-        if self._inbox.has_commands:
+        if not self._inbox.has_commands:
+            return
+        if self._inbox.is_full or self._inbox.gathers_until_s:
+            self._work()
+        else:
             self._inbox.call()
 
     def _message_delay_s(self) -> float:

@@ -23,9 +23,14 @@ class Watchdog:
     def observe(self, rows: int, seconds: float) -> None:
         self._speed.observe(rows, seconds)
 
+    def expected_s(self, rows: int, steps: int = 1) -> float | None:
+        """Of a burst of so many steps; None before enough is known."""
+        expected_s = self._speed.seconds(rows)
+        return None if expected_s is None else steps * expected_s
+
     def limit_s(self, rows: int, steps: int = 1) -> float:
         """Of a burst of so many steps."""
-        expected_s, most_s = self._speed.seconds(rows), steps * self._timeout.most_s
+        expected_s, most_s = self.expected_s(rows, steps), steps * self._timeout.most_s
         if expected_s is None:
             return most_s
-        return min(most_s, max(self._timeout.least_s, SLOWER * steps * expected_s))
+        return min(most_s, max(self._timeout.least_s, SLOWER * expected_s))

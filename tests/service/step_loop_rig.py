@@ -80,6 +80,7 @@ class CountingBatcher:
         self.steps: list[list[str]] = []
         self.fault: Exception | None = None
         self.late: list[Event] = []
+        self.may_gather = False
 
     def submit(self, job: Job) -> None:
         if job.request_id == "refused":
@@ -104,7 +105,8 @@ class CountingBatcher:
         for name in ready:
             self.planned[name] += 1
         self.steps.append(ready)
-        return worker_pb2.StepPlan(step_id=len(self.steps) - 1)
+        rows = np.zeros(len(ready), np.int32).tobytes()
+        return worker_pb2.StepPlan(step_id=len(self.steps) - 1, token_ids=rows)
 
     def apply(self, result: worker_pb2.StepResult) -> list[Event]:
         events: list[Event] = []
@@ -123,6 +125,10 @@ class CountingBatcher:
     def take_events(self) -> list[Event]:
         """As the batcher ends late jobs without a step."""
         return [self.late.pop()] if self.late else []
+
+    @property
+    def has_work(self) -> bool:
+        return any(self.planned[name] < self._length(name) for name in self.jobs)
 
     def explain(self, job: Job) -> Iterator[tuple[worker_pb2.StepPlan, Int32]]:
         return iter(())
@@ -202,8 +208,8 @@ class Rig:
     def next_plan(self) -> int:
         return self.plans.get(timeout=PATIENCE_S).step_id
 
-    def answer(self, step_id: int, generation: int = 1) -> None:
-        result = worker_pb2.StepResult(step_id=step_id)
+    def answer(self, step_id: int, generation: int = 1, *, seconds: float = 0.0) -> None:
+        result = worker_pb2.StepResult(step_id=step_id, step_seconds=seconds)
         self.inbox.put(Result(generation=generation, result=result))
 
     def next_news(self) -> list[Event]:

@@ -12,7 +12,7 @@ from kernel_clock import eager_us, graph_of, host_ms, replay_us
 from kernel_trees import Case, make_kv, reference, repaged
 
 from stemserve.kernels.attention_state import LayerKV
-from stemserve.kernels.codec_decode import CodecDecode
+from stemserve.kernels.codec.decode import CodecDecode
 from stemserve.kernels.strategy import Strategy
 
 WRONG = 3e-3  # relative to the norm of the exact result; fp16 rounding costs 3e-4

@@ -8,8 +8,8 @@ from decode_section import measure
 from kernel_summary import engine_us, geometric, rounded
 from kernel_trees import Case
 
-from stemserve.kernels.codec_decode import CodecDecode, DecodeNumbers
-from stemserve.kernels.codec_division import Division
+from stemserve.kernels.codec.decode import CodecDecode, DecodeNumbers
+from stemserve.kernels.codec.division import Division
 
 Row = dict[str, Any]
 

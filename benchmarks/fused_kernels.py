@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from kernel_clock import graph_of, replay_us
 from torch import Tensor
 
-from stemserve.kernels.fused.fused_logits import chosen_logprobs
+from stemserve.kernels.fused.logits import chosen_logprobs
 from stemserve.kernels.host_array import device_tensor
 from stemserve.worker.kv_pool import KvPool, KvShape
 from stemserve.worker.kv_writes import KvWrites

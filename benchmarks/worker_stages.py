@@ -24,8 +24,8 @@ from rich.console import Console
 from rich.table import Table
 
 from stemserve.kernels.attention_state import AttentionState
-from stemserve.kernels.dense.dense_attention import DenseAttention, DensePlan
-from stemserve.kernels.dense.dense_launch import DeviceTiles, Matrix
+from stemserve.kernels.dense.attention import DenseAttention, DensePlan
+from stemserve.kernels.dense.launch import DeviceTiles, Matrix
 from stemserve.kernels.layout import AttentionLayout, HeadShape
 from stemserve.kernels.page_gather import TokenScratch
 from stemserve.kernels.pricing.cost_table_file import shipped_cost_tables, table_for_heads

@@ -6,14 +6,14 @@ from dataclasses import dataclass
 
 import torch
 
-from stemserve.kernels.codec import CodecAttention
-from stemserve.kernels.codec_division import PieceCosts
-from stemserve.kernels.codec_plan import CodecLimits
-from stemserve.kernels.fixed.fixed_registry import fixed_strategies
+from stemserve.kernels.codec.division import PieceCosts
+from stemserve.kernels.fixed.registry import fixed_strategies
 from stemserve.kernels.layout import HeadShape
 from stemserve.kernels.pricing.cost_model import Costs, CostTable
 from stemserve.kernels.strategy import Kernel, Phase, Strategy
 from stemserve.kernels.torch_paths.cascade import CascadeAttention
+from stemserve.kernels.torch_paths.codec import CodecAttention
+from stemserve.kernels.torch_paths.codec_plan import CodecLimits
 from stemserve.kernels.torch_paths.custom_mask import CustomMaskAttention
 from stemserve.kernels.torch_paths.multi_item import MultiItemAttention
 from stemserve.kernels.torch_paths.naive import NaiveAttention
@@ -112,8 +112,8 @@ def _flashinfer(
     dtype = numbers.of_rows
     if device.type != "cuda" or dtype == torch.float32:  # FlashInfer has no float32
         return (), None
-    from stemserve.kernels.flashinfer_paths.flashinfer_backends import FlashInferUnavailable
-    from stemserve.kernels.flashinfer_paths.flashinfer_registry import flashinfer_strategies
+    from stemserve.kernels.flashinfer_paths.backends import FlashInferUnavailable
+    from stemserve.kernels.flashinfer_paths.registry import flashinfer_strategies
 
     try:
         found = flashinfer_strategies(shape, device, dtype, costs, page_dtype=numbers.of_pages)
@@ -127,7 +127,7 @@ def _dense(shape: HeadShape, device: torch.device, dtype: torch.dtype) -> Sequen
     """Cascade and split prefill in place of torch's; nothing where the kernel does not run."""
     if device.type != "cuda":
         return ()
-    from stemserve.kernels.dense.dense_attention import dense_strategies
+    from stemserve.kernels.dense.attention import dense_strategies
 
     return dense_strategies(shape, device, dtype)
 
@@ -138,7 +138,7 @@ def _codec(
     """The tree kernel in Triton; nothing on a CPU, where Triton need not be installed."""
     if device.type != "cuda":
         return ()
-    from stemserve.kernels.codec_decode import CodecDecode, DecodeNumbers
+    from stemserve.kernels.codec.decode import CodecDecode, DecodeNumbers
 
     formats = DecodeNumbers(dtype=numbers.of_rows, page_dtype=numbers.of_pages)
     measured = costs.engines.get("tree") if isinstance(costs, CostTable) else None

@@ -1,4 +1,4 @@
-/* Division of the tiles' streams into pieces for the CTAs: codec_pieces.py. */
+/* Division of the tiles' streams into pieces for the CTAs: codec/pieces.py. */
 #include <string.h>
 
 #include "codec_division.h"

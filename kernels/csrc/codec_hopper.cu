@@ -1,9 +1,9 @@
-// Tree decode for Hopper: what `tree_kernel` of codec_triton does, for 16-bit heads of 64 or 128.
+// Tree decode for Hopper: what `tree_kernel` of kernels_triton.py does, for 16-bit heads of 64 or 128.
 //
 // A block has two consumer warpgroups, each with a bin of the plan, a ring of slots for the steps'
 // keys and values, and two warps that fill it; one's products run under the other's softmax. Where
 // a piece of both begins with the same steps (for two tiles of rows), the rings are one: a slot is
-// read by both warpgroups. codec_pairs.py puts such bins together.
+// read by both warpgroups. codec/pairs.py puts such bins together.
 //
 // One block a multiprocessor. Compiled after the .cuh files, with DIM, BF16 and the constants of
 // the plan's tables defined.

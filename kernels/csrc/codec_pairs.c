@@ -1,4 +1,4 @@
-/* Pairs of bins that read alike: codec_pairs.py. */
+/* Pairs of bins that read alike: codec/pairs.py. */
 #include <string.h>
 
 #include "codec_planner.h"

@@ -1,4 +1,4 @@
-/* Pieces for the CTAs, the merge of their results and the kernel's records: codec_pieces.py. */
+/* Pieces for the CTAs, the merge of their results and the kernel's records: codec/pieces.py. */
 #include <string.h>
 
 #include "codec_division.h"

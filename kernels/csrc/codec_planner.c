@@ -1,4 +1,4 @@
-/* The planner's memory and what Python calls; see codec_native.py. */
+/* The planner's memory and what Python calls; see codec/native.py. */
 #include <stdlib.h>
 #include <string.h>
 
@@ -124,7 +124,7 @@ static int32_t *put_pieces(const planner *p, int32_t *to) {
     return to + 9 * count;
 }
 
-/* Copies the tables of the last plan side by side, in the order of codec_native.py. */
+/* Copies the tables of the last plan side by side, in the order of codec/native.py. */
 int stemserve_planner_tables(const planner *p, int32_t *to, int64_t room) {
     const sizes *s = &p->size;
     if (room < s->total) return BAD_SETTINGS;

@@ -1,6 +1,6 @@
 /* Plan of the tree kernel: from a layout of query rows to the tables of the device.
  *
- * The same as codec_rows.py, codec_tiles.py, codec_streams.py and codec_pieces.py, entry by entry;
+ * The same as codec/rows.py, codec/tiles.py, codec/streams.py and codec/pieces.py, entry by entry;
  * these say what everything means. Arrays grow to the largest plan and are used again.
  */
 #ifndef CODEC_PLANNER_H
@@ -69,7 +69,7 @@ status plan_rows(planner *p, const layout *in, const settings *set);
 status plan_streams(planner *p, const layout *in, const settings *set);
 status plan_pieces(planner *p, const layout *in, const settings *set);
 
-/* Puts bins together that read alike: codec_pairs.py. `size.paired`: the longest is long enough. */
+/* Puts bins together that read alike: codec/pairs.py. `size.paired`: the longest is long enough. */
 status pair_bins(planner *p, const layout *in, const settings *set);
 
 #define TAKE(variable, name, count)                                              \

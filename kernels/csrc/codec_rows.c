@@ -1,4 +1,4 @@
-/* Rows in depth-first order, the runs of pages that they see, and tiles of them: codec_rows.py. */
+/* Rows in depth-first order, the runs of pages that they see, and tiles of them: codec/rows.py. */
 #include <stdlib.h>
 #include <string.h>
 

@@ -1,4 +1,4 @@
-/* The page streams that the tiles read: codec_streams.py. */
+/* The page streams that the tiles read: codec/streams.py. */
 #include <string.h>
 
 #include "codec_planner.h"

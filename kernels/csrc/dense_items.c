@@ -1,5 +1,5 @@
 /* Items of the dense kernel: tiles and heads dealt out, and tiles divided where few; see
- * dense_items.py. */
+ * dense/items.py. */
 #include <string.h>
 
 #include "dense_planner.h"

@@ -1,4 +1,4 @@
-/* The planner's memory and what Python calls; see dense_native.py. */
+/* The planner's memory and what Python calls; see dense/native.py. */
 #include <stdlib.h>
 #include <string.h>
 

@@ -1,6 +1,6 @@
 /* Plan of the dense kernel for cascade prefill: from a layout to the tables of the device.
  *
- * The same as dense_streams.py, dense_tiles.py and dense_items.py, entry by entry; these say what
+ * The same as dense/streams.py, dense/tiles.py and dense/items.py, entry by entry; these say what
  * everything means. Arrays grow to the largest plan and are used again.
  */
 #ifndef DENSE_PLANNER_H

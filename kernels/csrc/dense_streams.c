@@ -1,4 +1,4 @@
-/* Where each segment's keys lie; see dense_streams.py, and row_tables of dense_tiles.py. */
+/* Where each segment's keys lie; see dense/streams.py, and row_tables of dense/tiles.py. */
 #include <stdlib.h>
 #include <string.h>
 

@@ -1,4 +1,4 @@
-/* Tiles of rows and the blocks of tokens that each reads; see dense_tiles.py. */
+/* Tiles of rows and the blocks of tokens that each reads; see dense/tiles.py. */
 #include <string.h>
 
 #include "dense_planner.h"

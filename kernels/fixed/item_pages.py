@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from stemserve.kernels.codec_tiles import OWN_ROWS
+from stemserve.kernels.codec.tiles import OWN_ROWS
 from stemserve.kernels.layout import AttentionLayout, Int32, int32
 from stemserve.kernels.token_sources import EMPTY, indptr, row_sources, runs
 

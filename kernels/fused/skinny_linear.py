@@ -8,7 +8,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from stemserve.kernels.fused import skinny_linear_triton
-from stemserve.kernels.fused.fused_norm import power_of_2
+from stemserve.kernels.fused.norm import power_of_2
 from stemserve.kernels.overlap import overlap
 
 KERNELS: Any = skinny_linear_triton  # untyped: device code

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from stemserve.kernels.fused.fused_norm import power_of_2
+from stemserve.kernels.fused.norm import power_of_2
 from stemserve.kernels.sampling import draw_triton, wide_draw_triton
 from stemserve.kernels.sampling.slot_tables import GREEDY_TEMPERATURE, DrawnTokens, SlotTables
 

@@ -7,8 +7,8 @@ import torch
 from tests.kernels.codec_forests import chain_slots, random_kv
 
 from stemserve.kernels.attention_state import AttentionState, LayerKV
-from stemserve.kernels.codec_decode import CodecDecode, DecodeNumbers, DecodePlan
-from stemserve.kernels.codec_division import Division
+from stemserve.kernels.codec.decode import CodecDecode, DecodeNumbers, DecodePlan
+from stemserve.kernels.codec.division import Division
 from stemserve.kernels.layout import AttentionLayout, HeadShape
 from stemserve.kernels.strategy import Phase
 

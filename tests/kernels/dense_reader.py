@@ -7,9 +7,9 @@ from torch import Tensor
 
 from stemserve.kernels import reference
 from stemserve.kernels.attention_state import AttentionState, LayerKV
-from stemserve.kernels.dense.dense_items import Division
-from stemserve.kernels.dense.dense_plan import HostPlan
-from stemserve.kernels.dense.dense_tables import BLOCK_TOKENS, COPIED, MASKED, OWN
+from stemserve.kernels.dense.items import Division
+from stemserve.kernels.dense.plan import HostPlan
+from stemserve.kernels.dense.tables import BLOCK_TOKENS, COPIED, MASKED, OWN
 from stemserve.kernels.host_array import index_tensor
 from stemserve.kernels.layout import HeadShape, Int32
 from stemserve.kernels.token_sources import EMPTY

@@ -18,10 +18,10 @@ from tests.kernels.codec_checks import ERROR, assert_close, expected
 from tests.kernels.codec_forests import random_kv
 
 from stemserve.kernels.attention_state import AttentionState
-from stemserve.kernels.codec_decode import LOG2E
-from stemserve.kernels.codec_division import Division, PieceCosts
-from stemserve.kernels.codec_growth import leaf_growth
-from stemserve.kernels.codec_hopper import (
+from stemserve.kernels.codec.decode import LOG2E
+from stemserve.kernels.codec.division import Division, PieceCosts
+from stemserve.kernels.codec.growth import leaf_growth
+from stemserve.kernels.codec.hopper import (
     DEEP,
     FILES,
     OFFSETS,
@@ -30,10 +30,10 @@ from stemserve.kernels.codec_hopper import (
     Rings,
     constants,
 )
-from stemserve.kernels.codec_host_tables import HostTables
-from stemserve.kernels.codec_native import NativePlanner
-from stemserve.kernels.codec_pairs import Pairing
-from stemserve.kernels.codec_tables import DeviceTables
+from stemserve.kernels.codec.host_tables import HostTables
+from stemserve.kernels.codec.native import NativePlanner
+from stemserve.kernels.codec.pairs import Pairing
+from stemserve.kernels.codec.tables import DeviceTables
 from stemserve.kernels.cuda_program import SOURCES, TensorMap
 from stemserve.kernels.host_array import device_tensor, index_tensor
 from stemserve.kernels.layout import AttentionLayout, HeadShape

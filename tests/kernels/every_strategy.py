@@ -10,13 +10,13 @@ from tests.kernels.forests import Inputs, Node, Segment, head_shape, make_layout
 
 from stemserve.kernels import reference
 from stemserve.kernels.attention_state import AttentionState, LayerKV
-from stemserve.kernels.codec_decode import CodecDecode, DecodeNumbers
-from stemserve.kernels.codec_division import Division
-from stemserve.kernels.codec_plan import CodecLimits
+from stemserve.kernels.codec.decode import CodecDecode, DecodeNumbers
+from stemserve.kernels.codec.division import Division
 from stemserve.kernels.layout import AttentionLayout, HeadShape
 from stemserve.kernels.pricing.cost_model import CostTable
 from stemserve.kernels.registry import strategies
 from stemserve.kernels.strategy import Phase, Strategy
+from stemserve.kernels.torch_paths.codec_plan import CodecLimits
 
 SHAPE = head_shape(4, 2, 64)
 CPU = torch.device("cpu")

@@ -1,5 +1,5 @@
 // Entry of the emulated kernel: the arguments of `tree_kernel`, with tensors in place of maps.
-struct Arguments {  // as in codec_hopper.py
+struct Arguments {  // as in codec/hopper.py
     const u16* q;
     const int* records;
     const int4 *words, *masks;

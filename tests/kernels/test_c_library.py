@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from stemserve.kernels.c_library import CLibraryError, load_library
-from stemserve.kernels.codec_native import SOURCES
+from stemserve.kernels.codec.native import SOURCES
 
 
 def test_the_sources_are_part_of_the_package() -> None:

@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 from tests.kernels.codec_forests import layout_of, leaves_of, levels
 
-from stemserve.kernels.codec_division import Division, PieceCosts
-from stemserve.kernels.codec_pieces import Pieces
-from stemserve.kernels.codec_planner import Planner
+from stemserve.kernels.codec.division import Division, PieceCosts
+from stemserve.kernels.codec.pieces import Pieces
+from stemserve.kernels.codec.planner import Planner
 from stemserve.kernels.layout import AttentionLayout
 from stemserve.kernels.pricing.engine_cost import BlockEngine, Float64, TileEngine
 

@@ -5,8 +5,8 @@ import pytest
 from tests.kernels.codec_forests import PAGE, Nodes, layout_of, leaves_of, levels
 from tests.kernels.test_codec_tiles import FORESTS, check_tables, random_forest, random_prefill
 
-from stemserve.kernels.codec_division import Division
-from stemserve.kernels.codec_fixed_tables import fixed_plan
+from stemserve.kernels.codec.division import Division
+from stemserve.kernels.codec.fixed_tables import fixed_plan
 from stemserve.kernels.layout import AttentionLayout
 
 

@@ -11,9 +11,9 @@ pytest.importorskip("triton")
 from tests.kernels.codec_checks import DEVICE, ERROR, assert_close, expected, run_poisoned
 from tests.kernels.codec_forests import Nodes, layout_of, leaves_of, random_kv
 
-from stemserve.kernels.codec_decode import CodecDecode, DecodeNumbers
-from stemserve.kernels.codec_growth import leaf_growth
-from stemserve.kernels.codec_host_tables import table_size
+from stemserve.kernels.codec.decode import CodecDecode, DecodeNumbers
+from stemserve.kernels.codec.growth import leaf_growth
+from stemserve.kernels.codec.host_tables import table_size
 from stemserve.kernels.layout import AttentionLayout, HeadShape, Int32
 
 SHAPE = HeadShape(query_heads=4, kv_heads=2, head_dim=32, scale=32**-0.5)

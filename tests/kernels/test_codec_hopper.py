@@ -11,11 +11,11 @@ from tests.kernels.codec_checks import DEVICE, ERROR, assert_close, expected, ru
 from tests.kernels.codec_forests import Nodes, layout_of, leaves_of, levels, random_kv
 from tests.kernels.emulated_hopper import check, emulated
 
-from stemserve.kernels.codec_decode import CodecDecode, DecodeNumbers
-from stemserve.kernels.codec_hopper import (
+from stemserve.kernels.codec.decode import CodecDecode, DecodeNumbers
+from stemserve.kernels.codec.hopper import (
     hopper_takes,
 )
-from stemserve.kernels.codec_pairs import (
+from stemserve.kernels.codec.pairs import (
     SHARED,
     STEPS,
 )

@@ -12,8 +12,8 @@ pytest.importorskip("triton")
 from tests.kernels.codec_forests import PAGE, Nodes, layout_of, random_kv
 
 from stemserve.kernels.attention_state import AttentionState, LayerKV
-from stemserve.kernels.codec_decode import CodecDecode, DecodeNumbers
-from stemserve.kernels.codec_division import Division
+from stemserve.kernels.codec.decode import CodecDecode, DecodeNumbers
+from stemserve.kernels.codec.division import Division
 from stemserve.kernels.layout import AttentionLayout, HeadShape, int32
 from stemserve.kernels.strategy import Phase
 

@@ -13,15 +13,15 @@ import pytest
 from tests.kernels.codec_forests import PAGE, layout_of, leaves_of, levels
 from tests.kernels.test_codec_tiles import FORESTS, random_forest, random_prefill
 
-from stemserve.kernels import codec_native
 from stemserve.kernels.c_library import FLAGS, CLibraryError
-from stemserve.kernels.codec_division import Division, PieceCosts
-from stemserve.kernels.codec_host_tables import HostTables, table_size, with_room
-from stemserve.kernels.codec_native import SOURCES, NativePlanner
-from stemserve.kernels.codec_pieces import Pieces
-from stemserve.kernels.codec_planner import Planner, numpy_plan
-from stemserve.kernels.codec_streams import TileStreams
-from stemserve.kernels.codec_tiles import STEP_TOKENS
+from stemserve.kernels.codec import native as codec_native
+from stemserve.kernels.codec.division import Division, PieceCosts
+from stemserve.kernels.codec.host_tables import HostTables, table_size, with_room
+from stemserve.kernels.codec.native import SOURCES, NativePlanner
+from stemserve.kernels.codec.pieces import Pieces
+from stemserve.kernels.codec.planner import Planner, numpy_plan
+from stemserve.kernels.codec.streams import TileStreams
+from stemserve.kernels.codec.tiles import STEP_TOKENS
 from stemserve.kernels.layout import AttentionLayout, Int32, int32
 
 COSTS, DIVISION = PieceCosts(), Division()
@@ -196,7 +196,7 @@ SANITIZED = """
 import ctypes, sys
 sys.path.append(sys.argv[2])
 from tests.kernels import test_codec_native as tests
-from stemserve.kernels import codec_native
+from stemserve.kernels.codec import native as codec_native
 library = codec_native.declared(ctypes.CDLL(sys.argv[1]))
 codec_native.planner_library = lambda: library
 for seed in range(25):

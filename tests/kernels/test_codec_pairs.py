@@ -10,17 +10,17 @@ from tests.kernels.codec_forests import layout_of, leaves_of, levels, random_kv
 from tests.kernels.emulated_hopper import plan_of
 from tests.kernels.test_codec_tiles import random_forest
 
-from stemserve.kernels.codec_decode import CodecDecode, DecodeNumbers
-from stemserve.kernels.codec_division import Division, PieceCosts
-from stemserve.kernels.codec_native import NativePlanner
-from stemserve.kernels.codec_pairs import (
+from stemserve.kernels.codec.decode import CodecDecode, DecodeNumbers
+from stemserve.kernels.codec.division import Division, PieceCosts
+from stemserve.kernels.codec.native import NativePlanner
+from stemserve.kernels.codec.pairs import (
     NEXT,
     OTHER_BASE,
     SHARED,
     STEPS,
     Pairing,
 )
-from stemserve.kernels.codec_planner import Planner, numpy_paired
+from stemserve.kernels.codec.planner import Planner, numpy_paired
 from stemserve.kernels.layout import HeadShape
 
 

@@ -4,7 +4,10 @@ import numpy as np
 import pytest
 from tests.kernels.forests import Node, Segment, make_layout, random_layout
 
-from stemserve.kernels.codec_plan import (
+from stemserve.kernels.layout import int32
+from stemserve.kernels.prefix_forest import PrefixForest, prefix_forest
+from stemserve.kernels.pricing.cost_model import CostTable
+from stemserve.kernels.torch_paths.codec_plan import (
     CodecLimits,
     TaskList,
     divide,
@@ -13,9 +16,6 @@ from stemserve.kernels.codec_plan import (
     reduction_table,
     split_counts,
 )
-from stemserve.kernels.layout import int32
-from stemserve.kernels.prefix_forest import PrefixForest, prefix_forest
-from stemserve.kernels.pricing.cost_model import CostTable
 
 LIMITS = CodecLimits(workers=6, max_splits=8, min_split_tokens=16, tile_rows=3)
 

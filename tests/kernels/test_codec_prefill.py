@@ -8,8 +8,8 @@ pytest.importorskip("triton")
 from tests.kernels.codec_checks import DEVICE, check
 from tests.kernels.codec_forests import Nodes, layout_of, leaves_of, random_kv
 
-from stemserve.kernels.codec_decode import PAGE_SIZES, CodecDecode, DecodeNumbers
-from stemserve.kernels.codec_division import Division
+from stemserve.kernels.codec.decode import PAGE_SIZES, CodecDecode, DecodeNumbers
+from stemserve.kernels.codec.division import Division
 from stemserve.kernels.layout import HeadShape
 from stemserve.kernels.strategy import Phase
 

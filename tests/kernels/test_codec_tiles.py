@@ -5,9 +5,9 @@ import pytest
 from numpy.typing import NDArray
 from tests.kernels.codec_forests import PAGE, Nodes, layout_of, leaves_of, levels
 
-from stemserve.kernels.codec_pieces import RECORD, Pieces, divide, records
-from stemserve.kernels.codec_streams import TileStreams, tile_streams
-from stemserve.kernels.codec_tiles import (
+from stemserve.kernels.codec.pieces import RECORD, Pieces, divide, records
+from stemserve.kernels.codec.streams import TileStreams, tile_streams
+from stemserve.kernels.codec.tiles import (
     CAUSAL,
     MASKED,
     PAGE_BITS,

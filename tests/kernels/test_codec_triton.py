@@ -22,10 +22,10 @@ from tests.kernels.codec_checks import (
 from tests.kernels.codec_forests import Nodes, layout_of, leaves_of, random_kv
 
 from stemserve.kernels.attention_state import AttentionState
-from stemserve.kernels.codec_decode import PAGE_SIZES, CodecDecode, DecodeNumbers
-from stemserve.kernels.codec_division import Division
-from stemserve.kernels.codec_host_tables import more_columns
-from stemserve.kernels.codec_pieces import DEFAULT_DIVISION
+from stemserve.kernels.codec.decode import PAGE_SIZES, CodecDecode, DecodeNumbers
+from stemserve.kernels.codec.division import Division
+from stemserve.kernels.codec.host_tables import more_columns
+from stemserve.kernels.codec.pieces import DEFAULT_DIVISION
 from stemserve.kernels.layout import HeadShape
 from stemserve.kernels.strategy import Phase
 

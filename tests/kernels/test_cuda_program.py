@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from stemserve.kernels import cuda_program
-from stemserve.kernels.codec_hopper import FILES, FLOATS, INTEGERS, POINTERS
+from stemserve.kernels.codec.hopper import FILES, FLOATS, INTEGERS, POINTERS
 from stemserve.kernels.cuda_program import SOURCES, CudaError, compile_source
 
 on_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")

@@ -15,7 +15,7 @@ from tests.kernels.forests import Inputs, Node, Segment, head_shape, make_layout
 
 from stemserve.kernels import reference
 from stemserve.kernels.attention_state import AttentionState, LayerKV
-from stemserve.kernels.dense.dense_attention import DenseAttention, dense_strategies
+from stemserve.kernels.dense.attention import DenseAttention, dense_strategies
 from stemserve.kernels.layout import AttentionLayout, HeadShape
 from stemserve.kernels.strategy import Kernel
 

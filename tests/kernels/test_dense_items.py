@@ -3,9 +3,9 @@
 import numpy as np
 import pytest
 
-from stemserve.kernels.dense.dense_items import divide, item_table
-from stemserve.kernels.dense.dense_tables import TILE_FIELDS
-from stemserve.kernels.dense.dense_tiles import longest_first, steps
+from stemserve.kernels.dense.items import divide, item_table
+from stemserve.kernels.dense.tables import TILE_FIELDS
+from stemserve.kernels.dense.tiles import longest_first, steps
 from stemserve.kernels.layout import Int32
 
 HEADS = 4

@@ -6,9 +6,9 @@ import pytest
 from tests.kernels.dense_forests import SPELT_OUT, random_forest
 from tests.kernels.forests import Node, Segment, items_over, make_layout
 
-from stemserve.kernels.dense.dense_native import NativeDense
-from stemserve.kernels.dense.dense_packed import PackedPlan, pack
-from stemserve.kernels.dense.dense_plan import DenseHost
+from stemserve.kernels.dense.native import NativeDense
+from stemserve.kernels.dense.packed import PackedPlan, pack
+from stemserve.kernels.dense.plan import DenseHost
 from stemserve.kernels.layout import AttentionLayout, int32
 from stemserve.kernels.strategy import Kernel
 

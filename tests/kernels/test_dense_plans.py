@@ -13,8 +13,8 @@ pytest.importorskip("triton")
 from tests.kernels.forests import Node, Segment, head_shape, make_layout
 
 from stemserve.kernels.attention_state import AttentionState
-from stemserve.kernels.dense.dense_attention import PLANS_KEPT, DenseAttention
-from stemserve.kernels.dense.dense_launch import DeviceTiles, Matrix
+from stemserve.kernels.dense.attention import PLANS_KEPT, DenseAttention
+from stemserve.kernels.dense.launch import DeviceTiles, Matrix
 from stemserve.kernels.layout import AttentionLayout
 from stemserve.kernels.page_gather import TokenScratch
 from stemserve.kernels.strategy import Kernel

@@ -8,10 +8,10 @@ from tests.kernels.dense_reader import read_plan
 from tests.kernels.forests import Node, Segment, head_shape, make_layout, random_inputs
 
 from stemserve.kernels import reference
-from stemserve.kernels.dense.dense_plan import DenseHost
-from stemserve.kernels.dense.dense_streams import streams
-from stemserve.kernels.dense.dense_tables import BLOCK_TOKENS, TILE_ROWS
-from stemserve.kernels.dense.dense_tiles import steps
+from stemserve.kernels.dense.plan import DenseHost
+from stemserve.kernels.dense.streams import streams
+from stemserve.kernels.dense.tables import BLOCK_TOKENS, TILE_ROWS
+from stemserve.kernels.dense.tiles import steps
 from stemserve.kernels.layout import AttentionLayout
 from stemserve.kernels.strategy import Kernel
 

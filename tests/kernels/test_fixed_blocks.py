@@ -20,7 +20,7 @@ from torch import Tensor
 
 from stemserve.kernels import reference
 from stemserve.kernels.attention_state import AttentionState
-from stemserve.kernels.fixed.fixed_blocks import KEYS, ROWS, FixedBlocks
+from stemserve.kernels.fixed.blocks import KEYS, ROWS, FixedBlocks
 from stemserve.kernels.strategy import Kernel, Phase
 
 CPU = torch.device("cpu")

@@ -12,10 +12,10 @@ from tests.kernels.codec_checks import DEVICE, ERROR, assert_close, expected, ru
 from tests.kernels.codec_forests import Nodes, layout_of, leaves_of, random_kv
 from tests.kernels.row_products import alike_rows
 
-from stemserve.kernels.codec_decode import CodecDecode, DecodeNumbers
-from stemserve.kernels.codec_division import Division
-from stemserve.kernels.codec_growth import leaf_growth
-from stemserve.kernels.codec_host_tables import table_size
+from stemserve.kernels.codec.decode import CodecDecode, DecodeNumbers
+from stemserve.kernels.codec.division import Division
+from stemserve.kernels.codec.growth import leaf_growth
+from stemserve.kernels.codec.host_tables import table_size
 from stemserve.kernels.layout import HeadShape
 
 __all__ = ["alike_rows"]

@@ -8,7 +8,7 @@ pytest.importorskip("triton")
 
 from tests.kernels.row_products import alike_rows
 
-from stemserve.kernels.fixed.fixed_product import (
+from stemserve.kernels.fixed.product import (
     TILES,
     WIDE_TILES,
     fixed_product,

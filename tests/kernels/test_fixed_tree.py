@@ -24,9 +24,9 @@ from tests.kernels.sequences import Sequences
 
 from stemserve.kernels import reference
 from stemserve.kernels.attention_state import AttentionState, LayerKV
-from stemserve.kernels.codec_decode import CodecDecode, DecodeNumbers
-from stemserve.kernels.codec_division import Division
-from stemserve.kernels.fixed.fixed_tree import FixedTree
+from stemserve.kernels.codec.decode import CodecDecode, DecodeNumbers
+from stemserve.kernels.codec.division import Division
+from stemserve.kernels.fixed.tree import FixedTree
 from stemserve.kernels.layout import HeadShape
 from stemserve.kernels.strategy import Phase
 

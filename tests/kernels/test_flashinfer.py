@@ -23,17 +23,17 @@ from tests.kernels.forests import (
 
 from stemserve.kernels import reference
 from stemserve.kernels.attention_state import AttentionState, LayerKV
-from stemserve.kernels.flashinfer_paths.flashinfer_backends import (
+from stemserve.kernels.flashinfer_paths.backends import (
     Backend,
     FlashInferUnavailable,
     unavailable,
 )
-from stemserve.kernels.flashinfer_paths.flashinfer_cascade import FlashInferCascadeDecode
-from stemserve.kernels.flashinfer_paths.flashinfer_runtime import (
+from stemserve.kernels.flashinfer_paths.cascade import FlashInferCascadeDecode
+from stemserve.kernels.flashinfer_paths.runtime import (
     FlashInferRuntime,
     flashinfer_runtime,
 )
-from stemserve.kernels.flashinfer_paths.flashinfer_strategies import (
+from stemserve.kernels.flashinfer_paths.strategies import (
     FlashInferCustomMask,
     FlashInferMultiItem,
     FlashInferNaive,

@@ -9,24 +9,24 @@ pytest.importorskip("triton")
 
 from tests.kernels.forests import Node, Segment, head_shape, items_over, make_layout
 
-from stemserve.kernels.flashinfer_paths.flashinfer_backends import Backend
-from stemserve.kernels.flashinfer_paths.flashinfer_cascade import FlashInferCascadeDecode
-from stemserve.kernels.flashinfer_paths.flashinfer_costs import StrategyCosts, TileCosts
-from stemserve.kernels.flashinfer_paths.flashinfer_prefill import Prefill, device_tables, mask_mode
-from stemserve.kernels.flashinfer_paths.flashinfer_runtime import FlashInferRuntime
-from stemserve.kernels.flashinfer_paths.flashinfer_strategies import (
+from stemserve.kernels.flashinfer_paths.backends import Backend
+from stemserve.kernels.flashinfer_paths.cascade import FlashInferCascadeDecode
+from stemserve.kernels.flashinfer_paths.costs import StrategyCosts, TileCosts
+from stemserve.kernels.flashinfer_paths.prefill import Prefill, device_tables, mask_mode
+from stemserve.kernels.flashinfer_paths.runtime import FlashInferRuntime
+from stemserve.kernels.flashinfer_paths.strategies import (
     FlashInferCustomMask,
     FlashInferMultiItem,
     FlashInferNaive,
     FlashInferPaged,
     FlashInferRagged,
 )
-from stemserve.kernels.flashinfer_paths.flashinfer_tables import ragged_tables
-from stemserve.kernels.flashinfer_paths.flashinfer_tree_tables import (
+from stemserve.kernels.flashinfer_paths.tables import ragged_tables
+from stemserve.kernels.flashinfer_paths.tree_tables import (
     custom_mask_tables,
     multi_item_tables,
 )
-from stemserve.kernels.flashinfer_paths.flashinfer_workspace import Workspace
+from stemserve.kernels.flashinfer_paths.workspace import Workspace
 from stemserve.kernels.layout import AttentionLayout
 from stemserve.kernels.page_gather import TokenScratch
 from stemserve.kernels.pricing.engine_cost import Cost

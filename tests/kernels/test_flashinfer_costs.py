@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from tests.kernels.forests import head_shape, items_over
 
-from stemserve.kernels.flashinfer_paths.flashinfer_costs import TileCosts, fa2_engine
+from stemserve.kernels.flashinfer_paths.costs import TileCosts, fa2_engine
 from stemserve.kernels.layout import int32
 from stemserve.kernels.strategy import Kernel, Part, Phase, Work
 

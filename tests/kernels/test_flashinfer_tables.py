@@ -18,19 +18,19 @@ from tests.kernels.forests import (
 from tests.kernels.prefill_reader import read_tables
 
 from stemserve.kernels import reference
-from stemserve.kernels.flashinfer_paths.flashinfer_tables import (
+from stemserve.kernels.flashinfer_paths.prefill_batch import BatchTables
+from stemserve.kernels.flashinfer_paths.tables import (
     naive_outline,
     naive_tables,
     pool_tables,
     ragged_tables,
 )
-from stemserve.kernels.flashinfer_paths.flashinfer_tree_tables import (
+from stemserve.kernels.flashinfer_paths.tree_tables import (
     custom_mask_outline,
     custom_mask_tables,
     multi_item_refusal,
     multi_item_tables,
 )
-from stemserve.kernels.flashinfer_paths.prefill_batch import BatchTables
 from stemserve.kernels.layout import AttentionLayout
 
 SHAPE = head_shape(4, 2, 16)

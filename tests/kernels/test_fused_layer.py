@@ -11,11 +11,11 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
-from stemserve.kernels.fused import fused_reference
-from stemserve.kernels.fused.fused_gate import silu_mul
-from stemserve.kernels.fused.fused_heads import HeadTransform, PageTarget, split_heads
-from stemserve.kernels.fused.fused_norm import add_rms_norm, rms_norm
+from stemserve.kernels.fused import reference as fused_reference
+from stemserve.kernels.fused.gate import silu_mul
 from stemserve.kernels.fused.heads import Heads
+from stemserve.kernels.fused.norm import add_rms_norm, rms_norm
+from stemserve.kernels.fused.split_heads import HeadTransform, PageTarget, split_heads
 from stemserve.kernels.layout import HeadShape
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")

@@ -10,8 +10,8 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
-from stemserve.kernels.fused import fused_reference
-from stemserve.kernels.fused.fused_logits import ChosenLogprobs, TileShape, chosen_logprobs
+from stemserve.kernels.fused import reference as fused_reference
+from stemserve.kernels.fused.logits import ChosenLogprobs, TileShape, chosen_logprobs
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 # A GPU's matrix units add this many exact products to a running float32 sum at a time, and may lose

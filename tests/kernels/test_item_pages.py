@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from tests.kernels.forests import Node, Segment, items_over, make_layout
 
-from stemserve.kernels.codec_tiles import OWN_ROWS
+from stemserve.kernels.codec.tiles import OWN_ROWS
 from stemserve.kernels.fixed.item_pages import paged_items
 from stemserve.kernels.token_sources import EMPTY
 

@@ -16,12 +16,12 @@ from tests.kernels.forests import (
 
 from stemserve.kernels import reference
 from stemserve.kernels.attention_state import LayerKV
-from stemserve.kernels.codec_plan import CodecLimits
 from stemserve.kernels.layout import AttentionLayout, HeadShape
 from stemserve.kernels.page_format import FP8, FP8_MAX, from_pages, raw, to_pages
 from stemserve.kernels.pricing.cost_model import CostTable
 from stemserve.kernels.registry import strategies
 from stemserve.kernels.strategy import Kernel, Phase
+from stemserve.kernels.torch_paths.codec_plan import CodecLimits
 
 CPU = torch.device("cpu")
 LIMITS = CodecLimits(workers=5, min_split_tokens=16, tile_rows=3)

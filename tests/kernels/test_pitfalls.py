@@ -20,13 +20,13 @@ from tests.kernels.forests import (
     random_inputs,
 )
 
-from stemserve.kernels import codec_triton
 from stemserve.kernels.attention_state import LayerKV, merge_states
-from stemserve.kernels.codec_decode import CodecDecode, DecodeNumbers
-from stemserve.kernels.codec_division import Division
-from stemserve.kernels.flashinfer_paths.flashinfer_backends import Backend
-from stemserve.kernels.flashinfer_paths.flashinfer_costs import fa2_engine
-from stemserve.kernels.flashinfer_paths.flashinfer_tree_tables import (
+from stemserve.kernels.codec import kernels_triton
+from stemserve.kernels.codec.decode import CodecDecode, DecodeNumbers
+from stemserve.kernels.codec.division import Division
+from stemserve.kernels.flashinfer_paths.backends import Backend
+from stemserve.kernels.flashinfer_paths.costs import fa2_engine
+from stemserve.kernels.flashinfer_paths.tree_tables import (
     multi_item_refusal,
     multi_item_tables,
 )
@@ -232,7 +232,7 @@ def test_pitfall_16_nothing_of_an_older_plan_is_read() -> None:
 
 def test_pitfall_17_a_run_that_was_cut_short_leaves_nothing_behind() -> None:
     """No semaphores, and no result depends on what is in the buffers before a run."""
-    assert "atomic" not in inspect.getsource(codec_triton)
+    assert "atomic" not in inspect.getsource(kernels_triton)
     nodes: Nodes = [(-1, 320), *[(0, 40)] * 3]
     layout = layout_of(nodes, leaves_of(nodes))
     decode = CodecDecode(SHAPE, DEVICE, DecodeNumbers(dtype=torch.float32), 6)

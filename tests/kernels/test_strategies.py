@@ -21,11 +21,11 @@ from torch import Tensor
 
 from stemserve.kernels import reference
 from stemserve.kernels.attention_state import AttentionState, LayerKV
-from stemserve.kernels.codec_plan import CodecLimits
 from stemserve.kernels.layout import AttentionLayout, HeadShape
 from stemserve.kernels.pricing.cost_model import CostTable
 from stemserve.kernels.registry import strategies
 from stemserve.kernels.strategy import Kernel, Phase, Strategy
+from stemserve.kernels.torch_paths.codec_plan import CodecLimits
 
 CPU = torch.device("cpu")
 TOLERANCE = 2e-5

@@ -20,8 +20,8 @@ from tests.kernels.forests import (
 )
 
 from stemserve.kernels.attention_state import LayerKV
-from stemserve.kernels.codec_decode import CodecDecode, DecodeNumbers
-from stemserve.kernels.codec_division import Division
+from stemserve.kernels.codec.decode import CodecDecode, DecodeNumbers
+from stemserve.kernels.codec.division import Division
 from stemserve.kernels.layout import AttentionLayout
 from stemserve.kernels.strategy import Phase
 

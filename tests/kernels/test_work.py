@@ -14,11 +14,11 @@ from tests.kernels.forests import (
 )
 from tests.kernels.read_counter import ReadCounter, work_blocks
 
-from stemserve.kernels.codec_plan import CodecLimits
 from stemserve.kernels.layout import AttentionLayout
 from stemserve.kernels.pricing.cost_model import CostTable
 from stemserve.kernels.registry import strategies
 from stemserve.kernels.strategy import Kernel, Phase, Strategy, Work
+from stemserve.kernels.torch_paths.codec_plan import CodecLimits
 
 SHAPE = head_shape(6, 2, 64)
 PREFIX = 512

@@ -14,11 +14,11 @@ from tests.kernels.forests import (
 )
 
 from stemserve.kernels import reference
-from stemserve.kernels.codec_plan import CodecLimits
 from stemserve.kernels.layout import AttentionLayout
 from stemserve.kernels.pricing.cost_model import CostTable
 from stemserve.kernels.registry import strategies
 from stemserve.kernels.strategy import Kernel, Phase
+from stemserve.kernels.torch_paths.codec_plan import CodecLimits
 
 CPU = torch.device("cpu")
 SHAPE = head_shape(6, 2, 64)

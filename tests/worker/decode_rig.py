@@ -12,8 +12,8 @@ import numpy as np
 import torch
 from tests.worker.decode_story import PAGE, PAGES, SLOTS, VOCAB
 
-from stemserve.kernels.codec_decode import CodecDecode, DecodeNumbers
-from stemserve.kernels.codec_division import Division
+from stemserve.kernels.codec.decode import CodecDecode, DecodeNumbers
+from stemserve.kernels.codec.division import Division
 from stemserve.kernels.pricing.cost_model import CostTable
 from stemserve.kernels.pricing.engine_cost import BlockEngine
 from stemserve.kernels.registry import deterministic_set, strategies

@@ -15,9 +15,9 @@ pytest.importorskip("triton")
 from tests.worker.decode_rig import CPU, LIMITS, MAX_BURST, Rig, make_rig
 from tests.worker.decode_story import PAGE, PAGES, Decoded, Story, drawn, greedy
 
-from stemserve.kernels.codec_division import Division, PieceCosts
-from stemserve.kernels.codec_pairs import Pairing
-from stemserve.kernels.codec_planner import Planner
+from stemserve.kernels.codec.division import Division, PieceCosts
+from stemserve.kernels.codec.pairs import Pairing
+from stemserve.kernels.codec.planner import Planner
 from stemserve.proto.v1 import worker_pb2
 from stemserve.worker.graphs.decode_check import failures
 

@@ -25,7 +25,7 @@ def test_a_kernel_is_named_with_the_time_that_a_step_waited(
 def test_triton_tells_of_a_kernel_that_nobody_has_used(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from stemserve.kernels.fused.fused_gate import silu_mul
+    from stemserve.kernels.fused.gate import silu_mul
 
     runtime: Any = import_module("triton.knobs").runtime
     for hook in ("jit_cache_hook", "jit_post_compile_hook"):

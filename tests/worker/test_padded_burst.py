@@ -9,8 +9,8 @@ pytest.importorskip("triton")
 from tests.worker.decode_rig import LIMITS
 from tests.worker.decode_story import PAGES, SLOTS, Story, greedy
 
-from stemserve.kernels.codec_decode import CodecDecode, DecodeNumbers
-from stemserve.kernels.codec_growth import NO_GROWTH, leaf_growth
+from stemserve.kernels.codec.decode import CodecDecode, DecodeNumbers
+from stemserve.kernels.codec.growth import NO_GROWTH, leaf_growth
 from stemserve.kernels.fused.burst import FIELDS, HEADER, BurstShape
 from stemserve.kernels.layout import HeadShape
 from stemserve.worker.graphs.buckets import bucket_of, row_buckets

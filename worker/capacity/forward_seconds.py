@@ -5,13 +5,13 @@ from functools import cached_property
 
 import torch
 
-from stemserve.kernels.codec_division import PieceCosts
-from stemserve.kernels.codec_host_tables import host_work
-from stemserve.kernels.codec_launch_shape import padded_dim, shape_of
-from stemserve.kernels.codec_pieces import DEFAULT_DIVISION
-from stemserve.kernels.codec_planner import Planner
-from stemserve.kernels.dense.dense_plan import ENGINE as DENSE
-from stemserve.kernels.dense.dense_plan import DenseHost
+from stemserve.kernels.codec.division import PieceCosts
+from stemserve.kernels.codec.host_tables import host_work
+from stemserve.kernels.codec.launch_shape import padded_dim, shape_of
+from stemserve.kernels.codec.pieces import DEFAULT_DIVISION
+from stemserve.kernels.codec.planner import Planner
+from stemserve.kernels.dense.plan import ENGINE as DENSE
+from stemserve.kernels.dense.plan import DenseHost
 from stemserve.kernels.layout import AttentionLayout
 from stemserve.kernels.pricing.cost_model import CostTable
 from stemserve.kernels.pricing.engine_cost import Cost, TileEngine

@@ -9,10 +9,10 @@ from functools import partial
 from torch import Tensor
 
 from stemserve.kernels.attention_state import AttentionState, LayerKV
-from stemserve.kernels.codec_decode import CodecDecode, DecodePlan
-from stemserve.kernels.codec_growth import Growth
-from stemserve.kernels.codec_host_tables import HostTables
-from stemserve.kernels.codec_tiles import TILE_ROWS
+from stemserve.kernels.codec.decode import CodecDecode, DecodePlan
+from stemserve.kernels.codec.growth import Growth
+from stemserve.kernels.codec.host_tables import HostTables
+from stemserve.kernels.codec.tiles import TILE_ROWS
 from stemserve.kernels.fused.burst import RESULTS, BurstRows, advance, record
 from stemserve.kernels.sampling.draw import draw_tokens
 from stemserve.kernels.sampling.slot_tables import SlotTables

@@ -5,8 +5,8 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-from stemserve.kernels.codec_decode import CodecDecode
-from stemserve.kernels.codec_growth import NO_GROWTH
+from stemserve.kernels.codec.decode import CodecDecode
+from stemserve.kernels.codec.growth import NO_GROWTH
 from stemserve.kernels.fused.burst import RESULTS, BurstRows, BurstShape
 from stemserve.kernels.sampling.slot_tables import SlotTables
 from stemserve.worker.graphs.capture import Capture

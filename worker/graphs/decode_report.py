@@ -5,8 +5,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from stemserve.kernels.codec_decode import host_work
-from stemserve.kernels.codec_host_tables import HostTables
+from stemserve.kernels.codec.decode import host_work
+from stemserve.kernels.codec.host_tables import HostTables
 from stemserve.kernels.strategy import Phase, Strategy, Work
 from stemserve.worker.attention import Clock, PlannedGroup
 from stemserve.worker.choice_reason import Reason

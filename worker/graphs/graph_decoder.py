@@ -9,9 +9,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from stemserve.kernels.codec_decode import CodecDecode
-from stemserve.kernels.codec_growth import NO_GROWTH, Growth, leaf_growth
-from stemserve.kernels.codec_host_tables import HostTables
+from stemserve.kernels.codec.decode import CodecDecode
+from stemserve.kernels.codec.growth import NO_GROWTH, Growth, leaf_growth
+from stemserve.kernels.codec.host_tables import HostTables
 from stemserve.kernels.strategy import Kernel
 from stemserve.proto.v1 import inference_pb2
 from stemserve.worker.graphs.buckets import bucket_of

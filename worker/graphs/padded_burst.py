@@ -4,8 +4,8 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from stemserve.kernels.codec_growth import Growth
-from stemserve.kernels.codec_host_tables import Capacity, HostTables, section_starts
+from stemserve.kernels.codec.growth import Growth
+from stemserve.kernels.codec.host_tables import Capacity, HostTables, section_starts
 from stemserve.kernels.fused.burst import FIELDS, HEADER, BurstShape
 from stemserve.kernels.layout import AttentionLayout, Int32
 from stemserve.worker.graphs.padding import padded

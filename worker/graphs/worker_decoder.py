@@ -4,7 +4,7 @@ import logging
 from collections.abc import Callable
 from typing import Protocol
 
-from stemserve.kernels.codec_decode import CodecDecode
+from stemserve.kernels.codec.decode import CodecDecode
 from stemserve.kernels.strategy import Kernel, Phase
 from stemserve.worker.graphs.buckets import row_buckets
 from stemserve.worker.graphs.capture import make_capture

@@ -8,8 +8,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from stemserve.kernels.fixed.fixed_product import fixed_product, tiles_agree
-from stemserve.kernels.fused.fused_logits import chosen_logprobs, has_aligned_rows
+from stemserve.kernels.fixed.product import fixed_product, tiles_agree
+from stemserve.kernels.fused.logits import chosen_logprobs, has_aligned_rows
 from stemserve.kernels.host_array import index_tensor
 from stemserve.kernels.sampling.draw import draw_tokens
 from stemserve.kernels.sampling.slot_tables import SlotTables

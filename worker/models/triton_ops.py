@@ -7,12 +7,12 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from stemserve.kernels.fused.fused_gate import silu_mul
-from stemserve.kernels.fused.fused_heads import HeadTransform, PageTarget, split_heads
-from stemserve.kernels.fused.fused_logits import FEW_ROWS, chosen_logprobs, has_aligned_rows
-from stemserve.kernels.fused.fused_norm import add_rms_norm, rms_norm
+from stemserve.kernels.fused.gate import silu_mul
 from stemserve.kernels.fused.heads import Heads
+from stemserve.kernels.fused.logits import FEW_ROWS, chosen_logprobs, has_aligned_rows
+from stemserve.kernels.fused.norm import add_rms_norm, rms_norm
 from stemserve.kernels.fused.skinny_linear import MOST_ROWS
+from stemserve.kernels.fused.split_heads import HeadTransform, PageTarget, split_heads
 from stemserve.kernels.host_array import index_tensor
 from stemserve.worker.models.chunked_gather import rows_at_once
 from stemserve.worker.models.layer_ops import Gathered, Likeliest, LmHead, PageWrites

@@ -12,7 +12,7 @@ pytest.importorskip("triton")
 
 from tests.kernels.row_products import alike_rows
 
-from stemserve.kernels.fused.fused_logits import FEW_ROWS
+from stemserve.kernels.fused.logits import FEW_ROWS
 from stemserve.worker.models.errors import ModelError
 from stemserve.worker.models.fixed_triton_ops import FixedLmHead, FixedTritonOps, check_tiles
 from stemserve.worker.models.loader import load_model

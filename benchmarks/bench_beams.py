@@ -29,8 +29,7 @@ from workloads import Int32, random_tokens
 
 from stemserve.proto.v1 import inference_pb2
 from stemserve.service.bench.server_process import serving
-from stemserve.service.client import Client, token_blob
-from stemserve.service.client_results import GenerateStep
+from stemserve.service.client import Client, GenerateStep, token_blob
 from stemserve.service.default_model import fetch_default
 
 PROMPT_TOKENS = 4096

@@ -28,7 +28,7 @@ from stemserve.service.bench.run import report, run
 from stemserve.service.bench.server_process import ServerFailed
 from stemserve.service.bench.suite import SuitePlan
 from stemserve.service.bench.target import FULL, QUICK
-from stemserve.service.client_errors import ClientError
+from stemserve.service.client import ClientError
 
 HERE = Path(__file__).parent
 SCRIPTS = {"vllm": "vllm_engine.py", "sglang": "sglang_engine.py"}

@@ -26,8 +26,7 @@ from bench_cpu import MODELS
 
 from stemserve.proto.v1 import inference_pb2
 from stemserve.service.bench.server_process import RunningServer, running_server
-from stemserve.service.client import Client
-from stemserve.service.client_results import Usage
+from stemserve.service.client import Client, Usage
 from stemserve.service.default_model import fetch_default
 
 DRAFT_TOKENS = 8

@@ -10,8 +10,7 @@ from collections.abc import Awaitable, Callable, Mapping
 
 from stemserve.proto.v1 import inference_pb2
 from stemserve.service.bench.server_process import RunningServer, environment
-from stemserve.service.client import Client
-from stemserve.service.client_errors import ClientError
+from stemserve.service.client import Client, ClientError
 
 # A process of its own that makes a long call, to be killed in the middle of it.
 LONG_CALLER = """

@@ -22,8 +22,7 @@ from known_answers import KnownAnswers
 from rich.progress import Progress
 
 from stemserve.service.bench.server_process import RunningServer, running_server
-from stemserve.service.client import Client
-from stemserve.service.client_errors import ClientError
+from stemserve.service.client import Client, ClientError
 
 CALLERS = 4
 CALL_S = 30.0

@@ -14,7 +14,6 @@ import numpy as np
 from workloads import ScoreWorkload, score_workload
 
 from stemserve.proto.v1 import inference_pb2, worker_pb2
-from stemserve.service import client_decoding
 from stemserve.service.batching.batcher import Batcher, BatcherLimits
 from stemserve.service.caller import ANYONE
 from stemserve.service.calls.context_encoder import ContextEncoder
@@ -22,7 +21,7 @@ from stemserve.service.calls.prefix_registry import PrefixRegistry, RegistryBoun
 from stemserve.service.calls.score_answer import score_response
 from stemserve.service.calls.score_encoder import ScoreEncoder
 from stemserve.service.calls.scoring import plan_score, score_job
-from stemserve.service.client import token_blob
+from stemserve.service.client import decoding, token_blob
 from stemserve.service.limits import Limits
 from stemserve.service.packed_tokens import pack
 from stemserve.service.request import Event, ScoreResult, WorkerFacts
@@ -140,7 +139,7 @@ class Stages:
         result = self._compute(watch)
         response = score_response(plan, result).SerializeToString()
         watch.lap("answer made")
-        client_decoding.scores(inference_pb2.ScoreResponse.FromString(response))
+        decoding.scores(inference_pb2.ScoreResponse.FromString(response))
         watch.lap("client decodes")
         return watch.seconds
 

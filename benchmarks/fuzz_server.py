@@ -21,8 +21,7 @@ from rich.progress import Progress
 
 from stemserve.proto.v1 import inference_pb2, prefixes_pb2
 from stemserve.service.bench.server_process import RunningServer, running_server
-from stemserve.service.client import Client
-from stemserve.service.client_errors import ClientError
+from stemserve.service.client import Client, ClientError
 
 CALL_S = 20.0
 AT_ONCE = 8

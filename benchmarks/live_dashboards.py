@@ -26,8 +26,7 @@ from soak_traffic import Traffic, kinds
 from stemserve.proto.v1 import inference_pb2, prefixes_pb2
 from stemserve.service.bench.models import ModelShape
 from stemserve.service.bench.server_process import RunningServer, running_server
-from stemserve.service.client import Client, token_blob
-from stemserve.service.client_errors import ClientError
+from stemserve.service.client import Client, ClientError, token_blob
 
 ROOT = Path(__file__).parents[1]
 RULES = ROOT / "deploy/prometheus/rules.yaml"

@@ -29,8 +29,7 @@ from rich.progress import Progress
 
 from stemserve.proto.v1 import inference_pb2
 from stemserve.service.bench.server_process import RunningServer, running_server
-from stemserve.service.client import Client
-from stemserve.service.client_errors import ClientError
+from stemserve.service.client import Client, ClientError
 
 AT_ONCE = 16  # calls that keep the worker busy
 QUEUE_S = 0.5  # that accepted work may take

@@ -12,8 +12,7 @@ from numpy.typing import NDArray
 from workloads import Int32, ScoreWorkload
 
 from stemserve.proto.v1 import inference_pb2, prefixes_pb2
-from stemserve.service.client import Client, token_blob
-from stemserve.service.client_results import Scores
+from stemserve.service.client import Client, Scores, token_blob
 
 Context = inference_pb2.Context
 

@@ -24,8 +24,7 @@ from soak_traffic import Kind, Traffic, WrongAnswer, kinds
 
 from stemserve.service.bench.models import ModelShape
 from stemserve.service.bench.server_process import RunningServer, running_server
-from stemserve.service.client import Client
-from stemserve.service.client_errors import ClientError
+from stemserve.service.client import Client, ClientError
 
 CALL_S, STUCK_S = 120.0, 20.0
 MB = 1e6

@@ -7,8 +7,7 @@ import argparse
 import asyncio
 
 from stemserve.proto.v1 import inference_pb2
-from stemserve.service.client import Client
-from stemserve.service.client_results import Usage
+from stemserve.service.client import Client, Usage
 
 SYSTEM = "You answer in one short sentence."
 QUESTIONS = ("What is the capital of Italy?", "And of France?", "And of Spain?")

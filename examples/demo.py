@@ -24,8 +24,7 @@ from rich.table import Table
 from rich.text import Text
 
 from stemserve.proto.v1 import inference_pb2, prefixes_pb2
-from stemserve.service.client import Client
-from stemserve.service.client_results import Scores, Usage
+from stemserve.service.client import Client, Scores, Usage
 
 T = TypeVar("T")
 

@@ -17,9 +17,7 @@ from rich.console import Console
 from rich.table import Table
 
 from stemserve.proto.v1 import inference_pb2
-from stemserve.service.chat_request import chat_request
-from stemserve.service.client import Client
-from stemserve.service.client_results import SampleNews
+from stemserve.service.client import Client, SampleNews, chat_request
 
 CAPITALS: Mapping[str, str] = json.loads((Path(__file__).parent / "capitals.json").read_text())
 ASKED = ("Japan", "Kenya", "Austria", "New Zealand", "Chile", "Iceland")

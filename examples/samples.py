@@ -9,8 +9,7 @@ import json
 from pathlib import Path
 
 from stemserve.proto.v1 import inference_pb2
-from stemserve.service.chat_request import chat_request
-from stemserve.service.client import Client
+from stemserve.service.client import Client, chat_request
 
 SAMPLES = 8
 DOCUMENTS = json.loads((Path(__file__).parent / "documents.json").read_text())["documents"]

@@ -17,7 +17,7 @@ from typing import Any
 import grpc
 import uvloop
 
-from stemserve.service.client_channel import OPTIONS
+from stemserve.service.client.channel import OPTIONS
 
 SCORE = "/stemserve.v1.Inference/Score"
 GENERATE = "/stemserve.v1.Inference/Generate"

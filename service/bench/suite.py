@@ -20,7 +20,7 @@ from stemserve.service.bench.server_process import START_S, ServerFailed, runnin
 from stemserve.service.bench.target import FULL, Repeats, Target, describe
 from stemserve.service.bench.tokens import TokenSource
 from stemserve.service.bench.unshared_bench import measure_unshared
-from stemserve.service.client_errors import ClientError
+from stemserve.service.client.errors import ClientError
 
 NO_PEER = PeerRow(peer="none", peer_ms=None, why="no peer: bench_engine.py --peer runs one")
 

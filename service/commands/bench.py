@@ -20,7 +20,7 @@ from stemserve.service.bench.run import report, run
 from stemserve.service.bench.server_process import ServerFailed
 from stemserve.service.bench.suite import Running, SuitePlan
 from stemserve.service.bench.target import FULL, QUICK, describe
-from stemserve.service.client_errors import ClientError
+from stemserve.service.client.errors import ClientError
 from stemserve.service.commands.failure import fail, fail_call
 
 QUICK_SECONDS = 3.0  # of a rate of the open loop

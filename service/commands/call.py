@@ -9,8 +9,8 @@ from typing import Annotated, TypeVar
 import grpc
 import typer
 
-from stemserve.service.client_channel import OPTIONS, PLAINTEXT, Access, open_channel
-from stemserve.service.client_errors import client_error
+from stemserve.service.client.channel import OPTIONS, PLAINTEXT, Access, open_channel
+from stemserve.service.client.errors import client_error
 from stemserve.service.commands.failure import fail, fail_call
 from stemserve.service.tracing.trace_context import PARENT_KEY, remote_parent
 

@@ -7,7 +7,7 @@ from typing import Annotated, Any, cast
 import typer
 
 from stemserve.proto.v1 import inference_pb2
-from stemserve.service.chat_request import chat_request
+from stemserve.service.client.chat_request import chat_request
 from stemserve.service.commands.options import read_text
 
 Chat = Annotated[

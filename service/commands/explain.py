@@ -9,7 +9,7 @@ from rich.table import Table
 from rich.tree import Tree
 
 from stemserve.proto.v1 import info_pb2, info_pb2_grpc
-from stemserve.service.client_routing import route
+from stemserve.service.client.routing import route
 from stemserve.service.commands.call import (
     SERVER,
     TIMEOUT_S,

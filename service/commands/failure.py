@@ -6,7 +6,7 @@ import grpc
 import typer
 from rich.console import Console
 
-from stemserve.service.client_errors import ClientError
+from stemserve.service.client.errors import ClientError
 
 ADVICE = {
     grpc.StatusCode.UNAVAILABLE: "is a server running there? `stemserve serve` starts one",

@@ -9,7 +9,7 @@ import typer
 from rich.console import Console
 
 from stemserve.proto.v1 import inference_pb2, inference_pb2_grpc
-from stemserve.service.client_routing import route
+from stemserve.service.client.routing import route
 from stemserve.service.commands.beam_options import beam_search
 from stemserve.service.commands.call import (
     SERVER,

@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from stemserve.proto.v1 import prefixes_pb2, prefixes_pb2_grpc
-from stemserve.service.client_routing import route
+from stemserve.service.client.routing import route
 from stemserve.service.commands.call import (
     SERVER,
     TIMEOUT_S,

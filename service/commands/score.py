@@ -8,7 +8,7 @@ from rich.console import Console
 from rich.table import Table
 
 from stemserve.proto.v1 import inference_pb2, inference_pb2_grpc
-from stemserve.service.client_routing import route
+from stemserve.service.client.routing import route
 from stemserve.service.commands.call import (
     SERVER,
     TIMEOUT_S,

@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.table import Table
 
 from stemserve.proto.v1 import tries_pb2, tries_pb2_grpc
-from stemserve.service.client_tries import upload_messages
+from stemserve.service.client.tries import upload_messages
 from stemserve.service.commands.call import (
     SERVER,
     TIMEOUT_S,

@@ -25,8 +25,7 @@ from tests.e2e.conftest import Started, start_server, stemserve_command
 from tests.service.otlp_receiver import Receiver, otlp_receiver
 
 from stemserve.proto.v1 import inference_pb2
-from stemserve.service.client import Client
-from stemserve.service.client_errors import ClientError
+from stemserve.service.client import Client, ClientError
 
 __all__ = ["start_server", "stemserve_command"]
 LOAD_S = 6.0

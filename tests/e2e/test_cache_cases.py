@@ -12,10 +12,7 @@ import pytest
 from tests.e2e.served import until_idle, until_running
 
 from stemserve.proto.v1 import inference_pb2, prefixes_pb2
-from stemserve.service.client import Client
-from stemserve.service.client_channel import Access
-from stemserve.service.client_errors import ClientError
-from stemserve.service.client_results import Scores
+from stemserve.service.client import Access, Client, ClientError, Scores
 
 StartServer = Callable[..., tuple["subprocess.Popen[str]", dict[str, int]]]
 Register = prefixes_pb2.RegisterRequest

@@ -17,8 +17,7 @@ from grpc_health.v1.health_pb2 import HealthCheckResponse
 from tests.e2e.served import check_health, children, scrape, until_idle, until_running
 
 from stemserve.proto.v1 import inference_pb2, inference_pb2_grpc
-from stemserve.service.client import Client
-from stemserve.service.client_errors import ClientError
+from stemserve.service.client import Client, ClientError
 
 StartServer = Callable[..., tuple["subprocess.Popen[str]", dict[str, int]]]
 LIKELIHOOD = inference_pb2.LogLikelihood()

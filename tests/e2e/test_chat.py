@@ -10,9 +10,7 @@ from tests.e2e.oracle import Oracle
 from tests.reference_models import default_reference
 
 from stemserve.proto.v1 import inference_pb2, prefixes_pb2
-from stemserve.service.chat_request import chat_request
-from stemserve.service.client import Client
-from stemserve.service.client_results import GenerateStep
+from stemserve.service.client import Client, GenerateStep, chat_request
 from stemserve.service.text.tokenizer_files import load_tokenizer
 
 StartServer = Callable[..., tuple["subprocess.Popen[str]", dict[str, int]]]

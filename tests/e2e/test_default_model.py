@@ -16,9 +16,7 @@ from tests.e2e.served import check_health, children, generate_to_the_end, until_
 from tests.reference_models import default_reference
 
 from stemserve.proto.v1 import inference_pb2, prefixes_pb2
-from stemserve.service.client import Client, token_blob
-from stemserve.service.client_errors import ClientError
-from stemserve.service.client_results import Scores
+from stemserve.service.client import Client, ClientError, Scores, token_blob
 from stemserve.service.request import Int32
 from stemserve.service.text.tokenizer import Tokenizer
 from stemserve.service.text.tokenizer_files import load_tokenizer

@@ -21,8 +21,7 @@ from grpc_reflection.v1alpha import reflection_pb2
 from tests.e2e.served import check_health, until_running
 
 from stemserve.proto.v1 import inference_pb2
-from stemserve.service.client import Client
-from stemserve.service.client_errors import ClientError
+from stemserve.service.client import Client, ClientError
 
 StartServer = Callable[..., tuple["subprocess.Popen[str]", dict[str, int]]]
 Words = Callable[..., list[str]]

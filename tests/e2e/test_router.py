@@ -24,10 +24,9 @@ from tests.deploy.chart import render, the
 from tests.e2e.served import scrape
 
 from stemserve.proto.v1 import inference_pb2, info_pb2, info_pb2_grpc, prefixes_pb2
-from stemserve.service.client import Client
-from stemserve.service.client_channel import OPTIONS
-from stemserve.service.client_errors import ClientError
-from stemserve.service.client_routing import HEADER, route
+from stemserve.service.client import Client, ClientError
+from stemserve.service.client.channel import OPTIONS
+from stemserve.service.client.routing import HEADER, route
 
 Started = tuple["subprocess.Popen[str]", dict[str, int]]
 

@@ -9,9 +9,7 @@ import pytest
 from tests.e2e.served import scrape
 
 from stemserve.proto.v1 import inference_pb2
-from stemserve.service.client import Client
-from stemserve.service.client_errors import ClientError
-from stemserve.service.client_results import GenerateStep
+from stemserve.service.client import Client, ClientError, GenerateStep
 
 TOKENS, STREAMS = 96, 32
 

@@ -17,8 +17,7 @@ from typer.testing import CliRunner
 
 from stemserve.proto.v1 import inference_pb2
 from stemserve.service.cli import app
-from stemserve.service.client import Client
-from stemserve.service.client_errors import ClientError
+from stemserve.service.client import Client, ClientError
 
 StartServer = Callable[..., tuple["subprocess.Popen[str]", dict[str, int]]]
 

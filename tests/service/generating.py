@@ -4,8 +4,7 @@ import numpy as np
 from tests.service.serving import Served
 
 from stemserve.proto.v1 import inference_pb2
-from stemserve.service.client import token_blob
-from stemserve.service.client_results import GenerateStep, SampleNews
+from stemserve.service.client import GenerateStep, SampleNews, token_blob
 
 GREEDY = inference_pb2.SamplingParams(temperature=0)
 

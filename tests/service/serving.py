@@ -14,8 +14,8 @@ from tokenizers import Tokenizer as Encoder
 
 from stemserve.service.access_config import AuthConfig, TenantConfig, TlsConfig
 from stemserve.service.calls.services import SERVICES, Services
-from stemserve.service.client import Client
-from stemserve.service.client_channel import OPTIONS, PLAINTEXT, Access, open_channel
+from stemserve.service.client import PLAINTEXT, Access, Client
+from stemserve.service.client.channel import OPTIONS, open_channel
 from stemserve.service.config import ServerConfig
 from stemserve.service.constraints.compile_queue import CompileQueue
 from stemserve.service.limits import Limits

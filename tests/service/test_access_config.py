@@ -13,7 +13,7 @@ from stemserve.service.access_config import (
     TlsConfig,
     check_access,
 )
-from stemserve.service.client_channel import Access
+from stemserve.service.client import Access
 from stemserve.service.config_error import ConfigError
 
 BY_KEY = AuthConfig(mode="keys")

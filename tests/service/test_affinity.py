@@ -8,7 +8,7 @@ from tests.service.serving import BYTE_VOCABULARY, serving
 
 from stemserve.proto.v1 import inference_pb2, inference_pb2_grpc
 from stemserve.service.affinity import EVICTED, FIRST, HOME, NO_KEY, AffinityLog
-from stemserve.service.client_errors import ClientError
+from stemserve.service.client import ClientError
 
 
 def test_a_call_is_at_home_where_it_finds_its_prefix() -> None:

@@ -17,9 +17,7 @@ from stemserve.service.access_config import (
     AuthConfig,
     TenantConfig,
 )
-from stemserve.service.client import Client
-from stemserve.service.client_channel import Access
-from stemserve.service.client_errors import ClientError
+from stemserve.service.client import Access, Client, ClientError
 from stemserve.service.limits import Limits
 from stemserve.service.request import NO_TRUNK, stored_sequences
 from stemserve.service.serving.reflection import V1, V1ALPHA

@@ -12,8 +12,7 @@ from tests.service.bigram_engine import BigramEngine
 from tests.service.serving import serving
 from tests.service.waiting import until
 
-from stemserve.service.client import Client
-from stemserve.service.client_errors import ClientError
+from stemserve.service.client import Client, ClientError
 from stemserve.service.errors import SlowReader
 from stemserve.service.metrics import Metrics
 from stemserve.service.serving import call_status

@@ -13,8 +13,7 @@ from tests.service.generating import generated, prompt
 from tests.service.serving import Served, serving
 
 from stemserve.proto.v1 import inference_pb2
-from stemserve.service.chat_request import chat_request
-from stemserve.service.client_errors import ClientError
+from stemserve.service.client import ClientError, chat_request
 from stemserve.service.limits import Limits
 from stemserve.service.request import GenerateJob
 from stemserve.service.text.tokenizer_files import load_tokenizer

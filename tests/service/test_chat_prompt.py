@@ -14,7 +14,7 @@ from tests.service.chat_models import SPECIALS, chat_folder, expected_ids
 
 from stemserve.proto.v1 import inference_pb2
 from stemserve.service.calls.chat_prompt import ChatPrompts
-from stemserve.service.chat_request import chat_request
+from stemserve.service.client import chat_request
 from stemserve.service.errors import InvalidRequest
 from stemserve.service.limits import Limits
 from stemserve.service.text.tokenizer import Tokenizer, TokenizerPool

@@ -7,8 +7,7 @@ import grpc
 import pytest
 import typer
 
-from stemserve.service.client_channel import Access
-from stemserve.service.client_errors import ClientError
+from stemserve.service.client import Access, ClientError
 from stemserve.service.commands.call import call
 from stemserve.service.commands.failure import fail_call
 from stemserve.service.commands.options import read_items, whole_int32, whole_uint32

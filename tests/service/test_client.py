@@ -9,8 +9,7 @@ from tests.service.bigram_engine import BigramEngine
 from tests.service.serving import serving
 
 from stemserve.proto.v1 import inference_pb2
-from stemserve.service.client import Client
-from stemserve.service.client_errors import ClientError
+from stemserve.service.client import Client, ClientError
 
 
 def closed_port() -> int:

@@ -7,10 +7,9 @@ from tests.service.bigram_engine import BigramEngine
 from tests.service.serving import serving
 
 from stemserve.proto.v1 import inference_pb2, info_pb2, prefixes_pb2
-from stemserve.service.client import Client
-from stemserve.service.client_errors import ClientError
-from stemserve.service.client_prefixes import KnownPrefixes, with_id
-from stemserve.service.client_routing import HEADER, prefix_ids, route
+from stemserve.service.client import Client, ClientError
+from stemserve.service.client.prefixes import KnownPrefixes, with_id
+from stemserve.service.client.routing import HEADER, prefix_ids, route
 
 Score = inference_pb2.ScoreRequest
 Context = inference_pb2.Context

@@ -18,9 +18,7 @@ from tests.service.serving import BYTE_VOCABULARY, serving
 
 from stemserve.proto.v1 import inference_pb2
 from stemserve.service.access_config import AuthConfig, JwtConfig, TenantConfig, TlsConfig
-from stemserve.service.client import Client
-from stemserve.service.client_channel import Access
-from stemserve.service.client_errors import ClientError
+from stemserve.service.client import Access, Client, ClientError
 from stemserve.service.config_error import ConfigError
 from stemserve.service.serving.credentials import identification
 from stemserve.service.serving.tls import server_credentials

@@ -14,8 +14,7 @@ from tests.service.serving import fixed_tokens, serving
 from tests.service.waiting import until
 
 from stemserve.proto.v1 import inference_pb2
-from stemserve.service.client_errors import ClientError
-from stemserve.service.client_results import SampleNews
+from stemserve.service.client import ClientError, SampleNews
 from stemserve.service.text.tokenizer import Tokenizer
 
 EOS = 4

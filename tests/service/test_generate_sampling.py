@@ -9,7 +9,7 @@ from tests.service.serving import Served, fixed_tokens, serving
 
 from stemserve.proto.v1 import inference_pb2
 from stemserve.service.calls.generation import child_seed
-from stemserve.service.client_errors import ClientError
+from stemserve.service.client import ClientError
 from stemserve.service.request import GenerateJob
 
 

@@ -11,7 +11,7 @@ from tests.service.serving import BYTE_VOCABULARY, serving
 import stemserve
 from stemserve.proto.v1 import inference_pb2, info_pb2, prefixes_pb2, worker_pb2
 from stemserve.service.calls.explanation import explained_step
-from stemserve.service.client_errors import ClientError
+from stemserve.service.client import ClientError
 from stemserve.service.limits import Limits
 from stemserve.service.request import Int32, Job
 

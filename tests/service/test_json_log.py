@@ -12,8 +12,7 @@ from tests.service.serving import BYTE_VOCABULARY, serving
 from stemserve.json_log import JsonFormatter
 from stemserve.proto.v1 import inference_pb2
 from stemserve.service.call_facts import log_context
-from stemserve.service.client import Client
-from stemserve.service.client_errors import ClientError
+from stemserve.service.client import Client, ClientError
 from stemserve.service.serving.call_watch import CallWatch
 from stemserve.service.tracing.tracer import Tracer
 from stemserve.service.tracing_config import TracingConfig

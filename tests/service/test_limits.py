@@ -15,7 +15,7 @@ from tests.service.waiting import until
 
 from stemserve.proto.v1 import inference_pb2, prefixes_pb2
 from stemserve.service.calls.validation import MAX_ID_CHARACTERS
-from stemserve.service.client_errors import ClientError
+from stemserve.service.client import ClientError
 from stemserve.service.limits import Limits
 
 TABLE = Path(__file__).resolve().parents[2] / "docs" / "limits.md"

@@ -9,7 +9,7 @@ from tests.service.serving import BYTE_VOCABULARY, serving
 from tests.service.waiting import until
 
 from stemserve.proto.v1 import inference_pb2, worker_pb2
-from stemserve.service.client_errors import ClientError
+from stemserve.service.client import ClientError
 from stemserve.service.instruments import BeforeScrape
 from stemserve.service.metrics import Metrics
 from stemserve.service.metrics_page import families, label_values, page

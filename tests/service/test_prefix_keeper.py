@@ -10,7 +10,7 @@ from tests.service.serving import BYTE_VOCABULARY, serving
 
 from stemserve.proto.v1 import prefixes_pb2
 from stemserve.service.calls import prefix_keeper
-from stemserve.service.client_errors import ClientError
+from stemserve.service.client import ClientError
 from stemserve.service.request import ScoreJob, ScoreResult
 
 Register = prefixes_pb2.RegisterRequest

@@ -11,8 +11,7 @@ from tests.service.bigram_engine import BigramEngine, random_bigrams
 from tests.service.serving import BYTE_VOCABULARY, byte_tokenizer, serving
 
 from stemserve.proto.v1 import inference_pb2, prefixes_pb2
-from stemserve.service.client import token_blob
-from stemserve.service.client_errors import ClientError
+from stemserve.service.client import ClientError, token_blob
 from stemserve.service.errors import InvalidRequest, NotReady
 from stemserve.service.request import ScoreJob
 

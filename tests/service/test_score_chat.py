@@ -12,8 +12,7 @@ from tests.service.chat_models import SPECIALS, chat_folder, expected_ids
 from tests.service.serving import Served, serving
 
 from stemserve.proto.v1 import inference_pb2
-from stemserve.service.chat_request import chat_request
-from stemserve.service.client_errors import ClientError
+from stemserve.service.client import ClientError, chat_request
 from stemserve.service.request import ScoreJob
 from stemserve.service.text.tokenizer_files import load_tokenizer
 

@@ -11,9 +11,7 @@ from tests.service.toy_model import state_of
 from tests.service.waiting import until
 
 from stemserve.proto.v1 import inference_pb2
-from stemserve.service.client_errors import ClientError
-from stemserve.service.client_modes import Mode
-from stemserve.service.client_results import Scores
+from stemserve.service.client import ClientError, Mode, Scores
 from stemserve.service.request import ScoreJob, ScorePart
 from stemserve.service.workers.part_stream import PartStream
 

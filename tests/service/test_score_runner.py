@@ -10,8 +10,7 @@ from tests.service.serving import BYTE_VOCABULARY, byte_tokenizer, serving
 from tests.service.waiting import until
 
 from stemserve.proto.v1 import inference_pb2, prefixes_pb2
-from stemserve.service.client import token_blob
-from stemserve.service.client_errors import ClientError
+from stemserve.service.client import ClientError, token_blob
 from stemserve.service.errors import QueueFull
 from stemserve.service.limits import Limits
 from stemserve.service.request import Int32, ScoreJob

@@ -12,9 +12,7 @@ from tests.service.serving import BYTE_VOCABULARY, serving
 from tests.service.waiting import until
 
 from stemserve.proto.v1 import inference_pb2
-from stemserve.service.client import token_blob
-from stemserve.service.client_errors import ClientError
-from stemserve.service.client_results import Scores
+from stemserve.service.client import ClientError, Scores, token_blob
 from stemserve.service.limits import Limits
 from stemserve.service.request import Int32
 

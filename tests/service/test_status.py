@@ -2,7 +2,7 @@
 
 import pytest
 
-from stemserve.service.client_errors import status_error
+from stemserve.service.client.errors import status_error
 from stemserve.service.errors import (
     STATUS,
     InvalidRequest,

@@ -14,8 +14,7 @@ from tests.service.test_authentication import BY_KEY, KEYS, TENANTS
 from tests.service.waiting import until
 
 from stemserve.proto.v1 import inference_pb2, inference_pb2_grpc
-from stemserve.service.client_channel import Access
-from stemserve.service.client_errors import ClientError
+from stemserve.service.client import Access, ClientError
 from stemserve.service.config import ServerConfig
 from stemserve.service.limits import Limits
 from stemserve.service.serving.server import SPARE_STREAMS

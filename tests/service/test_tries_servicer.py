@@ -16,10 +16,9 @@ from tests.service.waiting import until
 from stemserve.proto.v1 import inference_pb2, tries_pb2, tries_pb2_grpc
 from stemserve.service.access_config import AuthConfig, TenantConfig
 from stemserve.service.calls import trie_upload
-from stemserve.service.client import Client
-from stemserve.service.client_channel import Access
-from stemserve.service.client_errors import ClientError, client_error
-from stemserve.service.client_tries import MESSAGE_SEQUENCES, MESSAGE_TEXT
+from stemserve.service.client import Access, Client, ClientError
+from stemserve.service.client.errors import client_error
+from stemserve.service.client.tries import MESSAGE_SEQUENCES, MESSAGE_TEXT
 from stemserve.service.config import ServerConfig
 from stemserve.service.limits import Limits
 

@@ -12,7 +12,7 @@ from tests.service.bigram_engine import BigramEngine
 from tests.service.serving import fixed_tokens, serving
 
 from stemserve.proto.v1 import inference_pb2
-from stemserve.service.client_errors import ClientError
+from stemserve.service.client import ClientError
 from stemserve.service.limits import Limits
 
 ScoreRequest = inference_pb2.ScoreRequest

@@ -10,7 +10,7 @@ from tests.service.bigram_engine import BigramEngine
 from tests.service.serving import serving
 
 from stemserve.proto.v1 import inference_pb2, prefixes_pb2
-from stemserve.service.client_errors import ClientError
+from stemserve.service.client import ClientError
 
 ScoreRequest = inference_pb2.ScoreRequest
 GenerateRequest = inference_pb2.GenerateRequest

@@ -5,7 +5,7 @@ from typing import Any, TypeVar
 
 import grpc
 
-from stemserve.service.client_errors import client_error
+from stemserve.service.client.errors import client_error
 
 Metadata = tuple[tuple[str, str], ...]
 Answer = TypeVar("Answer")

@@ -9,7 +9,7 @@ from typing import Any
 
 import grpc
 
-from stemserve.service.client_routing import HEADER
+from stemserve.service.client.routing import HEADER
 
 MAX_MESSAGE_BYTES = 64 << 20
 RETRIES = {

@@ -3,7 +3,7 @@
 from collections.abc import Iterable
 
 from stemserve.proto.v1 import prefixes_pb2
-from stemserve.service.client_routing import ROOT_END, digest, root
+from stemserve.service.client.routing import ROOT_END, digest, root
 
 LONGEST_ROOT = 64  # characters; the whole id must stay within the server's bound
 

@@ -8,9 +8,9 @@ import numpy as np
 from google.protobuf.message import Message
 
 from stemserve.proto.v1 import inference_pb2, info_pb2, tries_pb2
-from stemserve.service.client_answers import Metadata, answer_of
-from stemserve.service.client_results import Trie
-from stemserve.service.client_routing import route
+from stemserve.service.client.answers import Metadata, answer_of
+from stemserve.service.client.results import Trie
+from stemserve.service.client.routing import route
 from stemserve.service.packed_tokens import PackedTokens, pack
 from stemserve.service.request import Int32
 

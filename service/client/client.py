@@ -14,17 +14,17 @@ from stemserve.proto.v1 import (
     prefixes_pb2_grpc,
     tries_pb2_grpc,
 )
-from stemserve.service import client_decoding as decoding
-from stemserve.service.chat_request import chat_request
-from stemserve.service.client_answers import Metadata, answer_of, answers_of
-from stemserve.service.client_calls import NOT_KNOWN, Calls
-from stemserve.service.client_channel import PLAINTEXT, Access, Headers, open_channel, options_of
-from stemserve.service.client_errors import ClientError, status_error
-from stemserve.service.client_modes import Mode, with_mode
-from stemserve.service.client_prefixes import KnownPrefixes, with_id
-from stemserve.service.client_results import GenerateStep, Prefix, Scores
-from stemserve.service.client_routing import route
-from stemserve.service.client_tries import TrieCalls
+from stemserve.service.client import decoding
+from stemserve.service.client.answers import Metadata, answer_of, answers_of
+from stemserve.service.client.calls import NOT_KNOWN, Calls
+from stemserve.service.client.channel import PLAINTEXT, Access, Headers, open_channel, options_of
+from stemserve.service.client.chat_request import chat_request
+from stemserve.service.client.errors import ClientError, status_error
+from stemserve.service.client.modes import Mode, with_mode
+from stemserve.service.client.prefixes import KnownPrefixes, with_id
+from stemserve.service.client.results import GenerateStep, Prefix, Scores
+from stemserve.service.client.routing import route
+from stemserve.service.client.tries import TrieCalls
 from stemserve.service.packed_tokens import pack
 from stemserve.service.request import Int32
 

@@ -5,11 +5,11 @@ from typing import Any
 from google.protobuf.message import Message
 
 from stemserve.proto.v1 import prefixes_pb2
-from stemserve.service.client_answers import Metadata, answer_of
-from stemserve.service.client_errors import ClientError
-from stemserve.service.client_prefixes import KnownPrefixes
-from stemserve.service.client_routing import prefix_ids, route
-from stemserve.service.client_tries import NO_TRIE, TrieCalls
+from stemserve.service.client.answers import Metadata, answer_of
+from stemserve.service.client.errors import ClientError
+from stemserve.service.client.prefixes import KnownPrefixes
+from stemserve.service.client.routing import prefix_ids, route
+from stemserve.service.client.tries import NO_TRIE, TrieCalls
 
 NOT_KNOWN = "PREFIX_NOT_FOUND"  # the reason in a server's error
 

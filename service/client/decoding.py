@@ -3,7 +3,7 @@
 import numpy as np
 
 from stemserve.proto.v1 import inference_pb2, prefixes_pb2
-from stemserve.service.client_results import (
+from stemserve.service.client.results import (
     GenerateStep,
     ItemError,
     Prefix,

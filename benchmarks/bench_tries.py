@@ -22,7 +22,7 @@ from stemserve.service.constraints.token_trie import TokenTrie, build_trie
 from stemserve.service.packed_tokens import PackedTokens, offsets
 from stemserve.worker.sampler import Sampler
 from stemserve.worker.sampler_params import decode_masks, decode_sampler
-from stemserve.worker.step_reads import Samples
+from stemserve.worker.steps.reads import Samples
 
 VOCAB = 49_152
 END_IDS = int32([2])

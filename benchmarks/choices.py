@@ -11,8 +11,8 @@ from stemserve.kernels.pricing.cost_model import CostTable
 from stemserve.kernels.pricing.cost_table_file import of_dtype, shipped_cost_tables, table_for_heads
 from stemserve.kernels.registry import StrategySet, strategy_set
 from stemserve.kernels.strategy import Kernel, Phase, Strategy
-from stemserve.worker.dispatch import Dispatcher, Prediction
-from stemserve.worker.layout import AttentionGroup
+from stemserve.worker.choice.dispatch import Dispatcher, Prediction
+from stemserve.worker.steps.layout import AttentionGroup
 
 FAR = 10.0  # times the best prediction: listed, not timed
 

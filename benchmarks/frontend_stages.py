@@ -27,11 +27,11 @@ from stemserve.service.packed_tokens import pack
 from stemserve.service.request import Event, ScoreResult, WorkerFacts
 from stemserve.service.serving.heap import keep_freed_memory
 from stemserve.service.text.tokenizer import Tokenizer, TokenizerPool
-from stemserve.worker.layout import candidates, group
+from stemserve.worker.choice.shape_signature import signature
 from stemserve.worker.scorer import plan_readout
-from stemserve.worker.shape_signature import signature
-from stemserve.worker.step import decode_step
-from stemserve.worker.step_checks import StepLimits
+from stemserve.worker.steps.checks import StepLimits
+from stemserve.worker.steps.layout import candidates, group
+from stemserve.worker.steps.step import decode_step
 
 VOCAB, CONTEXT_TOKENS, PAGE_SIZE, KV_PAGES, SLOTS = 49_152, 16_384, 16, 16_384, 256
 FACTS = WorkerFacts(

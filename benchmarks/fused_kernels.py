@@ -24,13 +24,13 @@ from torch import Tensor
 
 from stemserve.kernels.fused.logits import chosen_logprobs
 from stemserve.kernels.host_array import device_tensor
-from stemserve.worker.kv_pool import KvPool, KvShape
-from stemserve.worker.kv_writes import KvWrites
+from stemserve.worker.memory.kv_pool import KvPool, KvShape
 from stemserve.worker.models.layer_ops import LayerOps
 from stemserve.worker.models.model_config import Family, Head, ModelConfig
 from stemserve.worker.models.rope import RopeConfig
 from stemserve.worker.models.torch_ops import TorchOps
 from stemserve.worker.models.triton_ops import TritonOps
+from stemserve.worker.steps.kv_writes import KvWrites
 
 Row = dict[str, Any]
 

@@ -15,7 +15,7 @@ from turns import in_turns
 from stemserve.kernels.attention_state import AttentionState, LayerKV
 from stemserve.kernels.layout import AttentionLayout
 from stemserve.kernels.strategy import Kernel, Phase, Strategy
-from stemserve.worker.dispatch import Prediction
+from stemserve.worker.choice.dispatch import Prediction
 
 Row = dict[str, Any]
 

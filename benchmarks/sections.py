@@ -18,7 +18,7 @@ from prefill_section import measure_shape
 from prefill_shapes import PrefillShape
 
 from stemserve.kernels.strategy import Kernel, Phase
-from stemserve.worker.dispatch import Prediction
+from stemserve.worker.choice.dispatch import Prediction
 
 Row = dict[str, Any]
 

@@ -34,16 +34,16 @@ from stemserve.proto.v1 import worker_pb2
 from stemserve.service.batching.batcher import Batcher, BatcherLimits
 from stemserve.service.request import ScoreJob, WorkerFacts
 from stemserve.worker.attention import StepAttention
-from stemserve.worker.dispatch import Dispatcher
+from stemserve.worker.choice.dispatch import Dispatcher
 from stemserve.worker.forward import Forward
 from stemserve.worker.graphs.score_pieces import piece_buckets
-from stemserve.worker.kv_pool import KvPool, KvShape
+from stemserve.worker.memory.kv_pool import KvPool, KvShape
 from stemserve.worker.models.loader import LoadFormat, load_model
 from stemserve.worker.runner import ModelRunner
 from stemserve.worker.sampler import Sampler
 from stemserve.worker.scorer import Scorer, plan_readout
-from stemserve.worker.step import decode_step
-from stemserve.worker.step_checks import StepLimits
+from stemserve.worker.steps.checks import StepLimits
+from stemserve.worker.steps.step import decode_step
 
 Made = TypeVar("Made")
 

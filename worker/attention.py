@@ -14,9 +14,9 @@ from stemserve.kernels.attention_state import LayerKV
 from stemserve.kernels.fused.heads import Heads
 from stemserve.kernels.host_array import device_tensor
 from stemserve.kernels.strategy import PlacesResults, Work
-from stemserve.worker.dispatch import Choice
-from stemserve.worker.kv_pool import KvPool
-from stemserve.worker.step import Step
+from stemserve.worker.choice.dispatch import Choice
+from stemserve.worker.memory.kv_pool import KvPool
+from stemserve.worker.steps.step import Step
 
 _Rows = slice | Tensor
 

@@ -13,15 +13,15 @@ from stemserve.worker.attention import StepAttention
 from stemserve.worker.graphs.capture import Capture
 from stemserve.worker.graphs.gather_ending import ENDINGS, GatherEnding, head_entries
 from stemserve.worker.graphs.piecewise import PiecewiseModel
-from stemserve.worker.kv_pool import KvPool
-from stemserve.worker.kv_writes import KvWrites
+from stemserve.worker.memory.kv_pool import KvPool
 from stemserve.worker.models.layer_ops import PageWrites
 from stemserve.worker.models.layers import Attend
 from stemserve.worker.models.transformer import Transformer
 from stemserve.worker.sampler import Sampler
 from stemserve.worker.scorer import Readout, Scores
-from stemserve.worker.step import Step
-from stemserve.worker.step_inputs import RowInputs, StepInputs
+from stemserve.worker.steps.inputs import RowInputs, StepInputs
+from stemserve.worker.steps.kv_writes import KvWrites
+from stemserve.worker.steps.step import Step
 
 
 class Model(Protocol):

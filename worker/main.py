@@ -14,13 +14,13 @@ from stemserve.json_log import log_to_stderr
 from stemserve.proto.v1 import worker_pb2_grpc
 from stemserve.worker.calibrate import calibrate
 from stemserve.worker.capacity.command import capacity
+from stemserve.worker.choice.probed_runner import ProbedRunner
 from stemserve.worker.config import PROGRAM, ConfigError, WorkerConfig, parse_config
 from stemserve.worker.health import WorkerHealth, health_port
 from stemserve.worker.late_compiles import LateCompiles
 from stemserve.worker.lifetime import Lifetime, Stopped
 from stemserve.worker.models.errors import ModelError
 from stemserve.worker.models.weights import Progress
-from stemserve.worker.probed_runner import ProbedRunner
 from stemserve.worker.servicer import WorkerServicer
 from stemserve.worker.stall_clock import StallClock
 from stemserve.worker.start import Parts, make_parts

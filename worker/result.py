@@ -11,11 +11,11 @@ from stemserve.kernels.layout import Int32
 from stemserve.proto.v1 import worker_pb2
 from stemserve.worker.attention import PlannedGroup
 from stemserve.worker.blobs import encode_float32, encode_int32
+from stemserve.worker.choice.dispatch import KERNEL_CODES
 from stemserve.worker.device_clock import DeviceSpan
-from stemserve.worker.dispatch import KERNEL_CODES
 from stemserve.worker.sampler import Drawn
 from stemserve.worker.scorer import Readout, Scores
-from stemserve.worker.step import Step
+from stemserve.worker.steps.step import Step
 
 NOBODY = np.empty(0, np.intp)  # rows
 

@@ -10,15 +10,15 @@ import torch
 
 from stemserve.proto.v1 import worker_pb2
 from stemserve.worker.attention import PlannedGroup, StepAttention
+from stemserve.worker.choice.dispatch import KERNEL_CODES, Choice, Dispatcher
 from stemserve.worker.device_clock import DeviceClock
-from stemserve.worker.dispatch import KERNEL_CODES, Choice, Dispatcher
 from stemserve.worker.forward import Forward
-from stemserve.worker.kv_pool import KvPool
+from stemserve.worker.memory.kv_pool import KvPool
 from stemserve.worker.result import GroupCost, LaunchedStep, RanStep
 from stemserve.worker.sampler import Sampler
 from stemserve.worker.scorer import Scorer, plan_readout
-from stemserve.worker.step import Step, decode_step
-from stemserve.worker.step_checks import StepLimits
+from stemserve.worker.steps.checks import StepLimits
+from stemserve.worker.steps.step import Step, decode_step
 
 TIMED_EVERY = 16  # steps on a GPU, where each timed layer records two events a group
 

@@ -23,8 +23,8 @@ from stemserve.worker.host_draw import draw_on_host
 from stemserve.worker.logit_edits import LogitEdits
 from stemserve.worker.read_tokens import ReadTokens
 from stemserve.worker.sampler_params import SamplerParams, TokenMask
-from stemserve.worker.step import Step
-from stemserve.worker.step_reads import Samples
+from stemserve.worker.steps.reads import Samples
+from stemserve.worker.steps.step import Step
 from stemserve.worker.transfer import to_host
 
 

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from stemserve.kernels.layout import Int32
 from stemserve.proto.v1 import worker_pb2
 from stemserve.worker.blobs import BadPlan, decode_float32, decode_int32
-from stemserve.worker.step_checks import check_range
+from stemserve.worker.steps.checks import check_range
 
 Float32 = NDArray[np.float32]
 UInt8 = NDArray[np.uint8]

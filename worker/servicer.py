@@ -9,7 +9,7 @@ import grpc
 
 from stemserve.proto.v1 import worker_pb2, worker_pb2_grpc
 from stemserve.worker.blobs import BadPlan
-from stemserve.worker.dispatch import NoStrategy
+from stemserve.worker.choice.dispatch import NoStrategy
 from stemserve.worker.runner import ModelRunner
 from stemserve.worker.stall_clock import StallClock
 from stemserve.worker.step_thread import Outcome, StepThread, failed_step

@@ -12,16 +12,15 @@ from stemserve.kernels.pricing.cost_model import CostTable
 from stemserve.kernels.pricing.cost_table_file import tables_json
 from stemserve.kernels.registry import StrategySet, deterministic_set, strategy_set
 from stemserve.proto.v1 import worker_pb2
+from stemserve.worker.choice.costs import device_costs
+from stemserve.worker.choice.dispatch import Dispatcher
+from stemserve.worker.choice.probe import Prober
 from stemserve.worker.config import ConfigError, WorkerConfig
-from stemserve.worker.costs import device_costs
 from stemserve.worker.device_choice import page_dtype, pick_device, pick_dtype
-from stemserve.worker.device_limits import burst_steps, step_limits
-from stemserve.worker.dispatch import Dispatcher
 from stemserve.worker.forward import Forward
 from stemserve.worker.graphs.score_pieces import capture_pieces, piece_bytes
 from stemserve.worker.jit_cache import check_triton_cache
-from stemserve.worker.kv_pool import KvPool, KvShape
-from stemserve.worker.memory import (
+from stemserve.worker.memory.budget import (
     MIB,
     GpuMemory,
     cpu_kv_room,
@@ -29,15 +28,16 @@ from stemserve.worker.memory import (
     is_shortage,
     kv_pages,
 )
-from stemserve.worker.memory_trial import MakeRunner, measure_memory
+from stemserve.worker.memory.device_limits import burst_steps, step_limits
+from stemserve.worker.memory.kv_pool import KvPool, KvShape
+from stemserve.worker.memory.trial import MakeRunner, measure_memory
 from stemserve.worker.models.loader import fixed_ops, load_model
 from stemserve.worker.models.transformer import Transformer
 from stemserve.worker.models.weights import Progress
-from stemserve.worker.probe import Prober
 from stemserve.worker.runner import Decoder, ModelRunner
 from stemserve.worker.sampler import Sampler
 from stemserve.worker.scorer import Scorer
-from stemserve.worker.step_checks import StepLimits
+from stemserve.worker.steps.checks import StepLimits
 from stemserve.worker.warm_up import warm_up
 
 log = logging.getLogger(__name__)

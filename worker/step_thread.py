@@ -12,10 +12,10 @@ import torch
 
 from stemserve.proto.v1 import worker_pb2
 from stemserve.worker.blobs import BadPlan
+from stemserve.worker.choice.probe import Prober
 from stemserve.worker.jit_cache import is_full, move_triton_cache
-from stemserve.worker.probe import Prober
-from stemserve.worker.smaller_steps import Launched, Runner, launch
 from stemserve.worker.stall_clock import StallClock
+from stemserve.worker.steps.smaller_steps import Launched, Runner, launch
 
 log = logging.getLogger(__name__)
 

@@ -10,9 +10,9 @@ import numpy as np
 from stemserve.kernels.strategy import CompilesAhead, Kernel, Phase, Strategy
 from stemserve.proto.v1 import worker_pb2
 from stemserve.worker.blobs import encode_int32
-from stemserve.worker.dispatch import KERNEL_CODES
-from stemserve.worker.step import decode_step
-from stemserve.worker.step_checks import StepLimits
+from stemserve.worker.choice.dispatch import KERNEL_CODES
+from stemserve.worker.steps.checks import StepLimits
+from stemserve.worker.steps.step import decode_step
 
 log = logging.getLogger(__name__)
 

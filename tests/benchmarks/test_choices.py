@@ -4,7 +4,7 @@ from prefill_shapes import PrefillShape
 
 from stemserve.kernels.pricing.engine_cost import Cost
 from stemserve.kernels.strategy import Kernel, Phase
-from stemserve.worker.dispatch import Prediction
+from stemserve.worker.choice.dispatch import Prediction
 
 
 def prediction(kernel: Kernel, us: float, refusal: str | None = None) -> Prediction:

@@ -15,7 +15,7 @@ from stemserve.kernels.registry import strategies
 from stemserve.kernels.strategy import Kernel, Phase
 from stemserve.proto.v1 import inference_pb2, worker_pb2
 from stemserve.service.metric_labels import OP_PATHS, REASONS
-from stemserve.worker.choice_reason import Reason
+from stemserve.worker.choice.reason import Reason
 
 PREFIX_TOKENS = 40
 ITEM_LENGTHS = (3, 1, 5, 1)

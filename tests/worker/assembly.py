@@ -7,9 +7,9 @@ from tests.worker.tiny_model import COSTS, CPU, VOCAB, step_limits
 
 from stemserve.kernels.layout import HeadShape
 from stemserve.kernels.registry import strategies
-from stemserve.worker.dispatch import Dispatcher
+from stemserve.worker.choice.dispatch import Dispatcher
 from stemserve.worker.forward import Forward, Model
-from stemserve.worker.kv_pool import KvPool
+from stemserve.worker.memory.kv_pool import KvPool
 from stemserve.worker.runner import ModelRunner
 from stemserve.worker.sampler import Sampler
 from stemserve.worker.scorer import Heads, Scorer

@@ -19,17 +19,17 @@ from stemserve.kernels.pricing.engine_cost import BlockEngine
 from stemserve.kernels.registry import deterministic_set, strategies
 from stemserve.kernels.strategy import TORCH, Kernel
 from stemserve.proto.v1 import worker_pb2
-from stemserve.worker.dispatch import Dispatcher
+from stemserve.worker.choice.dispatch import Dispatcher
 from stemserve.worker.forward import Forward
 from stemserve.worker.graphs.capture import Capture, GraphCapture, run_again
 from stemserve.worker.graphs.decode_memory import DecodeMemory
 from stemserve.worker.graphs.graph_decoder import GraphDecoder
-from stemserve.worker.kv_pool import KvPool, KvShape
+from stemserve.worker.memory.kv_pool import KvPool, KvShape
 from stemserve.worker.models.loader import LoadFormat, fixed_ops, load_model
 from stemserve.worker.runner import ModelRunner
 from stemserve.worker.sampler import Sampler
 from stemserve.worker.scorer import Scorer
-from stemserve.worker.step_checks import StepLimits
+from stemserve.worker.steps.checks import StepLimits
 
 MAX_BURST = 20
 CPU = torch.device("cpu")

@@ -12,7 +12,7 @@ from stemserve.kernels.layout import int32
 from stemserve.proto.v1 import worker_pb2
 from stemserve.worker.sampler import Drawn, Sampler
 from stemserve.worker.sampler_params import TokenMask, decode_masks, decode_sampler
-from stemserve.worker.step_reads import Samples
+from stemserve.worker.steps.reads import Samples
 
 B28 = [2.0, 1.0, 0.0, -1.0]
 

@@ -7,7 +7,7 @@ import numpy as np
 
 from stemserve.proto.v1 import worker_pb2
 from stemserve.worker.blobs import encode_int32
-from stemserve.worker.step_checks import StepLimits
+from stemserve.worker.steps.checks import StepLimits
 
 PAGE_SIZE = 4
 

@@ -11,7 +11,7 @@ from tests.worker.tiny_model import CPU, VOCAB, kv_shape
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from stemserve.worker.kv_pool import KvPool
+from stemserve.worker.memory.kv_pool import KvPool
 from stemserve.worker.models.layer_ops import Gathered, PageWrites
 from stemserve.worker.models.layers import Attend
 from stemserve.worker.models.loader import load_model

@@ -13,7 +13,7 @@ from tests.worker.tiny_model import VOCAB, TinyRunner, make_runner, save_tiny_mo
 from stemserve.kernels.layout import Int32
 from stemserve.proto.v1 import worker_pb2
 from stemserve.worker.blobs import BadPlan, decode_float32, decode_int32
-from stemserve.worker.step import decode_step
+from stemserve.worker.steps.step import decode_step
 
 PROMPT = 9  # two pages of four and a token
 PAGES = {0: [20, 21, 22, 23], 1: [10, 11, 12, 13], 2: [14, 15, 17, 16]}  # of each sample, own

@@ -23,9 +23,9 @@ from stemserve.kernels.pricing.cost_model import CostTable
 from stemserve.kernels.pricing.engine_cost import BlockEngine
 from stemserve.kernels.registry import strategies
 from stemserve.kernels.strategy import TORCH, Kernel, Phase
-from stemserve.worker.choice_reason import Fallback, Reason
-from stemserve.worker.dispatch import KERNEL_CODES, Dispatcher, NoStrategy
-from stemserve.worker.step import Step, decode_step
+from stemserve.worker.choice.dispatch import KERNEL_CODES, Dispatcher, NoStrategy
+from stemserve.worker.choice.reason import Fallback, Reason
+from stemserve.worker.steps.step import Step, decode_step
 
 SHAPE = HeadShape(query_heads=4, kv_heads=2, head_dim=8, scale=0.5)
 

@@ -10,9 +10,9 @@ from torch import Tensor
 from stemserve.kernels.layout import AttentionLayout
 from stemserve.kernels.pricing.engine_cost import Cost
 from stemserve.kernels.strategy import Kernel, LayerKVs, Phase, Work
-from stemserve.worker.choice_reason import Reason
-from stemserve.worker.dispatch import Dispatcher
-from stemserve.worker.step import Step, decode_step
+from stemserve.worker.choice.dispatch import Dispatcher
+from stemserve.worker.choice.reason import Reason
+from stemserve.worker.steps.step import Step, decode_step
 
 
 def test_of_strategies_that_cost_the_host_alike_the_device_decides() -> None:

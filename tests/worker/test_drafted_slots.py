@@ -11,7 +11,7 @@ from tests.worker.tiny_model import VOCAB, TinyRunner, make_runner, save_tiny_mo
 
 from stemserve.proto.v1 import worker_pb2
 from stemserve.worker.blobs import BadPlan, decode_float32, decode_int32
-from stemserve.worker.step import decode_step
+from stemserve.worker.steps.step import decode_step
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 PROMPT_TOKENS = 21

@@ -17,7 +17,7 @@ from stemserve.kernels.page_format import FP8, from_pages, to_pages
 from stemserve.proto.v1 import worker_pb2
 from stemserve.worker.blobs import decode_float32, decode_int32
 from stemserve.worker.config import ConfigError, parse_config
-from stemserve.worker.kv_pool import KvPool
+from stemserve.worker.memory.kv_pool import KvPool
 from stemserve.worker.models.loader import load_model
 from stemserve.worker.runner import ModelRunner
 from stemserve.worker.start import make_parts

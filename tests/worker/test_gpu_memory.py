@@ -16,10 +16,10 @@ from stemserve.kernels.layout import Int32, int32
 from stemserve.proto.v1 import worker_pb2
 from stemserve.worker.blobs import decode_float32, encode_int32
 from stemserve.worker.config import ConfigError, parse_config
-from stemserve.worker.smaller_steps import launch
+from stemserve.worker.memory.trial_steps import prompt_step, trial_steps
 from stemserve.worker.start import Parts, make_parts
-from stemserve.worker.step_checks import StepLimits
-from stemserve.worker.trial_steps import prompt_step, trial_steps
+from stemserve.worker.steps.checks import StepLimits
+from stemserve.worker.steps.smaller_steps import launch
 
 pytestmark = pytest.mark.gpu
 

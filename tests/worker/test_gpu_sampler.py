@@ -12,7 +12,7 @@ from stemserve.proto.v1 import worker_pb2
 from stemserve.worker.blobs import encode_float32
 from stemserve.worker.sampler import Drawn, Sampler
 from stemserve.worker.sampler_params import decode_masks, decode_sampler
-from stemserve.worker.step_reads import Samples
+from stemserve.worker.steps.reads import Samples
 
 
 def random_sampler(rng: np.random.Generator, slot: int) -> worker_pb2.Sampler:

@@ -15,8 +15,8 @@ from stemserve.proto.v1 import worker_pb2
 from stemserve.worker.config import ConfigError
 from stemserve.worker.health import WorkerHealth, health_port
 from stemserve.worker.stall_clock import StallClock
-from stemserve.worker.step import Step
 from stemserve.worker.step_thread import StepThread
+from stemserve.worker.steps.step import Step
 
 
 @dataclass

@@ -13,8 +13,8 @@ import pytest
 from stemserve.proto.v1 import worker_pb2
 from stemserve.worker.config import ConfigError
 from stemserve.worker.jit_cache import check_folder, check_triton_cache, move_triton_cache
-from stemserve.worker.step import Step
 from stemserve.worker.step_thread import Outcome, StepThread
+from stemserve.worker.steps.step import Step
 
 
 def test_a_folder_is_made_and_left_empty(tmp_path: Path) -> None:

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from stemserve.worker.kv_pool import KvPool, KvShape
+from stemserve.worker.memory.kv_pool import KvPool, KvShape
 
 SHAPE = KvShape(layers=3, pages=8, page_size=4, kv_heads=2, head_dim=6, dtype=torch.float32)
 

@@ -7,9 +7,9 @@ from tests.worker.plans import PlanBuilder
 
 from stemserve.kernels.layout import AttentionLayout
 from stemserve.kernels.strategy import Phase
-from stemserve.worker.layout import AttentionGroup, candidates, group
-from stemserve.worker.step import Step, decode_step
-from stemserve.worker.step_checks import StepLimits
+from stemserve.worker.steps.checks import StepLimits
+from stemserve.worker.steps.layout import AttentionGroup, candidates, group
+from stemserve.worker.steps.step import Step, decode_step
 
 LIMITS = StepLimits(
     vocab_size=50,

@@ -11,8 +11,7 @@ from tests.worker.tiny_model import CPU, make_runner, save_tiny_model, step_limi
 
 from stemserve.worker.blobs import decode_int32
 from stemserve.worker.config import ConfigError
-from stemserve.worker.kv_pool import KvPool
-from stemserve.worker.memory import (
+from stemserve.worker.memory.budget import (
     GIB,
     GpuMemory,
     KvRoom,
@@ -21,8 +20,9 @@ from stemserve.worker.memory import (
     is_shortage,
     kv_pages,
 )
-from stemserve.worker.step import decode_step
-from stemserve.worker.trial_steps import trial_pages, trial_steps
+from stemserve.worker.memory.kv_pool import KvPool
+from stemserve.worker.memory.trial_steps import trial_pages, trial_steps
+from stemserve.worker.steps.step import decode_step
 
 ROOM = KvRoom(default=1000, most=3000, advice="ask for less")
 MEMORY = GpuMemory(

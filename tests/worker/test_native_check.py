@@ -9,8 +9,9 @@ from tests.worker.plans import LIMITS, PlanBuilder
 
 from stemserve.proto.v1 import worker_pb2
 from stemserve.worker.blobs import BadPlan
-from stemserve.worker.layout import candidates, group
-from stemserve.worker.native_check import (
+from stemserve.worker.choice.shape_signature import signature
+from stemserve.worker.steps.layout import candidates, group
+from stemserve.worker.steps.native_check import (
     ARRAYS,
     ONE_TREE,
     READS_SLOTS,
@@ -18,8 +19,7 @@ from stemserve.worker.native_check import (
     SLOTS_ASCEND,
     NativeCheck,
 )
-from stemserve.worker.shape_signature import signature
-from stemserve.worker.step import check_arrays, decode_step
+from stemserve.worker.steps.step import check_arrays, decode_step
 
 SIZE = LIMITS.page_size
 ODD_VALUES = (-(2**31), -2, -1, 0, 1, 3, 4, 7, 31, 32, 49, 50, 64, 2**31 - 1)

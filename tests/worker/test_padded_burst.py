@@ -15,7 +15,7 @@ from stemserve.kernels.fused.burst import FIELDS, HEADER, BurstShape
 from stemserve.kernels.layout import HeadShape
 from stemserve.worker.graphs.buckets import bucket_of, row_buckets
 from stemserve.worker.graphs.padded_burst import InputsShape, PaddedBurst, padded_burst
-from stemserve.worker.step import Step, decode_step
+from stemserve.worker.steps.step import Step, decode_step
 
 SPARE = {"spare_page": PAGES, "spare_slot": SLOTS}
 CODEC = CodecDecode(

@@ -18,8 +18,8 @@ from stemserve.worker.blobs import BadPlan, encode_float32
 from stemserve.worker.penalties import Penalties
 from stemserve.worker.sampler import Drawn, Sampler
 from stemserve.worker.sampler_params import decode_sampler
-from stemserve.worker.step import decode_step
-from stemserve.worker.step_reads import Samples
+from stemserve.worker.steps.reads import Samples
+from stemserve.worker.steps.step import decode_step
 
 VOCAB = 40
 

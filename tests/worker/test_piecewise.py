@@ -16,7 +16,7 @@ from stemserve.kernels.strategy import Kernel
 from stemserve.proto.v1 import worker_pb2
 from stemserve.worker.blobs import decode_float32, decode_int32
 from stemserve.worker.graphs.score_pieces import MOST_ROWS, piece_buckets
-from stemserve.worker.step_inputs import StepInputs
+from stemserve.worker.steps.inputs import StepInputs
 
 BUCKETS = (16, 32, 64)
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]

@@ -14,16 +14,16 @@ from stemserve.kernels.registry import strategies
 from stemserve.kernels.strategy import Kernel
 from stemserve.proto.v1 import worker_pb2
 from stemserve.worker.blobs import decode_float32, decode_int32
-from stemserve.worker.dispatch import Dispatcher
+from stemserve.worker.choice.dispatch import Dispatcher
 from stemserve.worker.forward import Forward
 from stemserve.worker.graphs.capture import GraphCapture
-from stemserve.worker.kv_pool import KvPool, KvShape
+from stemserve.worker.memory.kv_pool import KvPool, KvShape
 from stemserve.worker.models.loader import LoadFormat, load_model
 from stemserve.worker.models.transformer import Transformer
 from stemserve.worker.runner import ModelRunner
 from stemserve.worker.sampler import Sampler
 from stemserve.worker.scorer import Scorer
-from stemserve.worker.step_checks import StepLimits
+from stemserve.worker.steps.checks import StepLimits
 
 pytestmark = pytest.mark.gpu
 

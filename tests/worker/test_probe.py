@@ -17,8 +17,8 @@ from stemserve.kernels.layout import HeadShape
 from stemserve.kernels.pricing.engine_cost import BlockEngine
 from stemserve.kernels.strategy import TORCH, Kernel
 from stemserve.proto.v1 import worker_pb2
-from stemserve.worker.probe import Prober
-from stemserve.worker.probed_runner import ProbedRunner
+from stemserve.worker.choice.probe import Prober
+from stemserve.worker.choice.probed_runner import ProbedRunner
 from stemserve.worker.step_thread import Outcome, StepThread
 
 HEADS = HeadShape(query_heads=4, kv_heads=2, head_dim=8, scale=8**-0.5)

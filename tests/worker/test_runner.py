@@ -22,7 +22,7 @@ from stemserve.kernels.layout import Int32
 from stemserve.kernels.strategy import Kernel
 from stemserve.proto.v1 import worker_pb2
 from stemserve.worker.blobs import BadPlan, decode_float32, decode_int32
-from stemserve.worker.dispatch import KERNEL_CODES
+from stemserve.worker.choice.dispatch import KERNEL_CODES
 
 TOLERANCE = 1e-4
 PREFIX_TOKENS = 37  # nine pages of four and one token

@@ -11,8 +11,8 @@ from stemserve.kernels.layout import int32
 from stemserve.worker.blobs import BadPlan, encode_float32
 from stemserve.worker.sampler import Sampler
 from stemserve.worker.sampler_params import decode_sampler
-from stemserve.worker.step import decode_step
-from stemserve.worker.step_reads import Samples
+from stemserve.worker.steps.reads import Samples
+from stemserve.worker.steps.step import decode_step
 
 
 def test_sampled_tokens_feed_later_steps_from_their_slots() -> None:

@@ -16,7 +16,7 @@ from stemserve.worker.graphs.piece_check import check_steps, difference
 from stemserve.worker.graphs.score_pieces import capture_pieces
 from stemserve.worker.models.loader import load_model
 from stemserve.worker.models.transformer import Transformer
-from stemserve.worker.step import decode_step
+from stemserve.worker.steps.step import decode_step
 
 Step = Callable[[worker_pb2.StepPlan], worker_pb2.StepResult]
 

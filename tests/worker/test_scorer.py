@@ -16,7 +16,7 @@ from stemserve.worker.models.chunked_gather import ChunkedGather, rows_at_once
 from stemserve.worker.models.layer_ops import Gathered
 from stemserve.worker.sampler import Sampler
 from stemserve.worker.scorer import Scorer, Scores, plan_readout
-from stemserve.worker.step import Step, decode_step
+from stemserve.worker.steps.step import Step, decode_step
 
 VOCAB = LIMITS.vocab_size
 B28 = [2.0, 1.0, 0.0, -1.0]

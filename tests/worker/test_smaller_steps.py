@@ -18,8 +18,8 @@ from tests.worker.tiny_model import COSTS, VOCAB, save_tiny_model
 from stemserve.kernels.pricing.cost_table_file import tables_json
 from stemserve.proto.v1 import worker_pb2
 from stemserve.worker.blobs import BadPlan, decode_float32, decode_int32
-from stemserve.worker.memory import MIB
-from stemserve.worker.smaller_steps import launch
+from stemserve.worker.memory.budget import MIB
+from stemserve.worker.steps.smaller_steps import launch
 
 ENOUGH = 1 << 20  # rows
 TOLERANCE = 1e-4

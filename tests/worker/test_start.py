@@ -15,8 +15,8 @@ from stemserve.kernels.layout import HeadShape
 from stemserve.kernels.pricing.cost_table_file import tables_json
 from stemserve.kernels.strategy import Kernel
 from stemserve.worker.blobs import decode_float32
+from stemserve.worker.choice.costs import device_costs
 from stemserve.worker.config import ConfigError, WorkerConfig, parse_config
-from stemserve.worker.costs import device_costs
 from stemserve.worker.models.loader import LoadFormat
 from stemserve.worker.start import Parts, make_parts
 

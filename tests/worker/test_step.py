@@ -8,7 +8,7 @@ from tests.worker.plans import LIMITS, PlanBuilder, blob
 
 from stemserve.proto.v1 import inference_pb2, worker_pb2
 from stemserve.worker.blobs import BadPlan, encode_float32
-from stemserve.worker.step import decode_step
+from stemserve.worker.steps.step import decode_step
 
 
 def good_plan() -> PlanBuilder:

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 import pytest
 
 from stemserve.proto.v1 import worker_pb2
-from stemserve.worker.step import Step
 from stemserve.worker.step_thread import Outcome, StepThread
+from stemserve.worker.steps.step import Step
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from tests.worker.tiny_model import CPU
 from stemserve.worker.blobs import BadPlan
 from stemserve.worker.sampler import Sampler
 from stemserve.worker.sampler_params import decode_sampler
-from stemserve.worker.step import decode_step
+from stemserve.worker.steps.step import decode_step
 
 
 @pytest.mark.parametrize("vocab", [8, 13, 300])

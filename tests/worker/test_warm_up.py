@@ -11,7 +11,7 @@ from stemserve.kernels.layout import HeadShape
 from stemserve.kernels.registry import strategies
 from stemserve.kernels.strategy import Kernel, Phase, Strategy
 from stemserve.proto.v1 import worker_pb2
-from stemserve.worker.dispatch import KERNELS
+from stemserve.worker.choice.dispatch import KERNELS
 from stemserve.worker.runner import ModelRunner
 from stemserve.worker.warm_up import warm_up
 

@@ -12,16 +12,16 @@ from stemserve.kernels.pricing.cost_model import CostTable
 from stemserve.kernels.pricing.engine_cost import BlockEngine
 from stemserve.kernels.registry import strategies
 from stemserve.kernels.strategy import TORCH, Kernel
-from stemserve.worker.dispatch import Dispatcher
+from stemserve.worker.choice.dispatch import Dispatcher
 from stemserve.worker.forward import Forward
 from stemserve.worker.graphs.capture import GraphCapture, run_again
-from stemserve.worker.kv_pool import KvPool, KvShape
+from stemserve.worker.memory.kv_pool import KvPool, KvShape
 from stemserve.worker.models.loader import load_model
 from stemserve.worker.models.model_config import ModelConfig
 from stemserve.worker.runner import ModelRunner
 from stemserve.worker.sampler import Sampler
 from stemserve.worker.scorer import Scorer
-from stemserve.worker.step_checks import StepLimits
+from stemserve.worker.steps.checks import StepLimits
 
 VOCAB = 83
 CPU = torch.device("cpu")

@@ -9,10 +9,10 @@ from stemserve.kernels.attention_state import AttentionState, LayerKV
 from stemserve.kernels.layout import AttentionLayout, int32
 from stemserve.kernels.pricing.engine_cost import Cost
 from stemserve.kernels.strategy import TORCH, Kernel, Part, Phase, Strategy, Work
-from stemserve.worker.choice_reason import Reason
-from stemserve.worker.dispatch import Choice
-from stemserve.worker.step import Step, decode_step
-from stemserve.worker.step_checks import StepLimits
+from stemserve.worker.choice.dispatch import Choice
+from stemserve.worker.choice.reason import Reason
+from stemserve.worker.steps.checks import StepLimits
+from stemserve.worker.steps.step import Step, decode_step
 
 LIMITS = StepLimits(
     vocab_size=50,

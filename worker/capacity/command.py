@@ -16,13 +16,13 @@ from stemserve.worker.capacity.forward_seconds import ForwardSeconds
 from stemserve.worker.capacity.prediction import Prediction
 from stemserve.worker.capacity.report import Answer, as_json, as_text
 from stemserve.worker.capacity.workload import UNITS, Demand, Workload
+from stemserve.worker.choice.costs import given_tables
 from stemserve.worker.config import (
     GPU_MEMORY_UTILIZATION,
     GPU_STEP_TOKENS,
     ConfigError,
     KvCacheDtype,
 )
-from stemserve.worker.costs import given_tables
 from stemserve.worker.models.loader import read_model_config
 
 RESERVE_GIB = 4.0

@@ -1,5 +1,5 @@
-/* Whether a step's plan is right; see native_check.py. It says no more than that: what is wrong is
- * said by step_checks.py, which checks the same.
+/* Whether a step's plan is right; see steps/native_check.py. It says no more than that: what is
+ * wrong is said by steps/checks.py, which checks the same.
  */
 #include <stdint.h>
 #include <stdlib.h>

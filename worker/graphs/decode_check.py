@@ -7,7 +7,7 @@ import numpy as np
 
 from stemserve.proto.v1 import worker_pb2
 from stemserve.worker.blobs import decode_float32, encode_int32
-from stemserve.worker.step_checks import StepLimits
+from stemserve.worker.steps.checks import StepLimits
 from stemserve.worker.warm_up import prompt_plan
 
 # Products of other shapes round otherwise. The likeliest tokens of other rows differ by more.

@@ -19,9 +19,9 @@ from stemserve.kernels.sampling.slot_tables import SlotTables
 from stemserve.worker.graphs.capture import Capture
 from stemserve.worker.graphs.fastest_way import capture_fastest
 from stemserve.worker.graphs.padded_burst import InputsShape
-from stemserve.worker.kv_pool import KvPool
-from stemserve.worker.kv_writes import KvWrites
+from stemserve.worker.memory.kv_pool import KvPool
 from stemserve.worker.models.transformer import Transformer
+from stemserve.worker.steps.kv_writes import KvWrites
 
 log = logging.getLogger(__name__)
 

@@ -13,7 +13,7 @@ from stemserve.worker.graphs.capture import Capture
 from stemserve.worker.graphs.decode_graph import DecodeGraph, DecodeParts
 from stemserve.worker.graphs.padded_burst import InputsShape, PaddedBurst, idle_burst
 from stemserve.worker.graphs.staging import Staging
-from stemserve.worker.kv_pool import KvPool
+from stemserve.worker.memory.kv_pool import KvPool
 from stemserve.worker.models.transformer import Transformer
 
 PAGES_OF_A_PLAN = 1 << 18  # at most: a megabyte of words, and one of masks

@@ -9,11 +9,11 @@ from stemserve.kernels.codec.decode import host_work
 from stemserve.kernels.codec.host_tables import HostTables
 from stemserve.kernels.strategy import Phase, Strategy, Work
 from stemserve.worker.attention import Clock, PlannedGroup
-from stemserve.worker.choice_reason import Reason
-from stemserve.worker.dispatch import Choice
+from stemserve.worker.choice.dispatch import Choice
+from stemserve.worker.choice.reason import Reason
 from stemserve.worker.graphs.padded_burst import PaddedBurst
-from stemserve.worker.layout import AttentionGroup
 from stemserve.worker.result import GroupCost
+from stemserve.worker.steps.layout import AttentionGroup
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

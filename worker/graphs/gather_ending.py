@@ -18,7 +18,7 @@ from stemserve.worker.graphs.capture import Capture
 from stemserve.worker.models.layer_ops import DeviceGather
 from stemserve.worker.models.transformer import Transformer
 from stemserve.worker.scorer import Readout, Scores
-from stemserve.worker.step import Step
+from stemserve.worker.steps.step import Step
 from stemserve.worker.transfer import to_host
 
 

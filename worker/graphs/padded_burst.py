@@ -9,7 +9,7 @@ from stemserve.kernels.codec.host_tables import Capacity, HostTables, section_st
 from stemserve.kernels.fused.burst import FIELDS, HEADER, BurstShape
 from stemserve.kernels.layout import AttentionLayout, Int32
 from stemserve.worker.graphs.padding import padded
-from stemserve.worker.step import Step
+from stemserve.worker.steps.step import Step
 
 NOTHING = np.empty(0, np.int32)
 

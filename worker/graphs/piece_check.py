@@ -8,8 +8,8 @@ from numpy.typing import NDArray
 from stemserve.kernels.layout import int32
 from stemserve.proto.v1 import worker_pb2
 from stemserve.worker.blobs import decode_float32, encode_int32
-from stemserve.worker.step_checks import StepLimits
-from stemserve.worker.trial_steps import prompt_step
+from stemserve.worker.memory.trial_steps import prompt_step
+from stemserve.worker.steps.checks import StepLimits
 
 PROMPTS = 5
 ROWS = (40, 700)

@@ -15,11 +15,11 @@ from torch import Tensor
 
 from stemserve.kernels.fused.heads import Heads
 from stemserve.worker.graphs.capture import Capture
-from stemserve.worker.kv_pool import KvPool
-from stemserve.worker.kv_writes import KvWrites
+from stemserve.worker.memory.kv_pool import KvPool
 from stemserve.worker.models.layer_ops import SplitHeads
 from stemserve.worker.models.transformer import Transformer
-from stemserve.worker.step_inputs import StepInputs
+from stemserve.worker.steps.inputs import StepInputs
+from stemserve.worker.steps.kv_writes import KvWrites
 
 NOBODY = np.empty(0, np.int32)
 

@@ -11,7 +11,7 @@ from stemserve.worker.graphs.capture import Capture, make_capture
 from stemserve.worker.graphs.piece_check import MOST_DIFFERENCE, check_steps, difference
 from stemserve.worker.graphs.start_graphs import run_captures
 from stemserve.worker.models.transformer import Transformer
-from stemserve.worker.step_checks import StepLimits
+from stemserve.worker.steps.checks import StepLimits
 
 log = logging.getLogger(__name__)
 

@@ -6,19 +6,19 @@ from typing import Protocol
 
 from stemserve.kernels.codec.decode import CodecDecode
 from stemserve.kernels.strategy import Kernel, Phase
+from stemserve.worker.choice.launch_costs import Strategies
 from stemserve.worker.graphs.buckets import row_buckets
 from stemserve.worker.graphs.capture import make_capture
 from stemserve.worker.graphs.decode_check import MOST_DIFFERENCE, failures
 from stemserve.worker.graphs.decode_memory import DecodeMemory
 from stemserve.worker.graphs.graph_decoder import GraphDecoder
 from stemserve.worker.graphs.start_graphs import run_captures
-from stemserve.worker.kv_pool import KvPool
-from stemserve.worker.launch_costs import Strategies
+from stemserve.worker.memory.kv_pool import KvPool
 from stemserve.worker.models.transformer import Transformer
 from stemserve.worker.runner import Decoder, ModelRunner
 from stemserve.worker.sampler import Sampler
 from stemserve.worker.scorer import Scorer
-from stemserve.worker.step_checks import StepLimits
+from stemserve.worker.steps.checks import StepLimits
 
 log = logging.getLogger(__name__)
 

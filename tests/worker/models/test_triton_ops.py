@@ -15,13 +15,13 @@ from torch import Tensor
 pytest.importorskip("triton")
 
 from stemserve.kernels.host_array import device_tensor
-from stemserve.worker.kv_pool import KvPool, KvShape
-from stemserve.worker.kv_writes import KvWrites
+from stemserve.worker.memory.kv_pool import KvPool, KvShape
 from stemserve.worker.models.layers import Attend
 from stemserve.worker.models.loader import load_model
 from stemserve.worker.models.torch_ops import TorchOps
 from stemserve.worker.models.transformer import Transformer
 from stemserve.worker.models.triton_ops import TritonOps
+from stemserve.worker.steps.kv_writes import KvWrites
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 TOKENS = 9

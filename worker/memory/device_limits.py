@@ -8,9 +8,9 @@ from stemserve.worker.config import (
     GPU_STEP_TOKENS,
     WorkerConfig,
 )
-from stemserve.worker.kv_pool import KvShape
+from stemserve.worker.memory.kv_pool import KvShape
 from stemserve.worker.models.transformer import Transformer
-from stemserve.worker.step_checks import StepLimits
+from stemserve.worker.steps.checks import StepLimits
 
 
 def step_limits(config: WorkerConfig, model: Transformer, kv: KvShape) -> StepLimits:

@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 from stemserve.kernels.layout import Int32
 from stemserve.proto.v1 import worker_pb2
 from stemserve.worker.blobs import BadPlan, decode_int32
-from stemserve.worker.step_checks import StepLimits, check_range
+from stemserve.worker.steps.checks import StepLimits, check_range
 
 NONE = np.empty(0, np.int32)
 

@@ -10,10 +10,10 @@ import torch
 
 from stemserve.proto.v1 import worker_pb2
 from stemserve.worker.config import ConfigError
-from stemserve.worker.kv_pool import KvPool, KvShape
-from stemserve.worker.memory import GIB, GpuMemory, is_shortage
-from stemserve.worker.step_checks import StepLimits
-from stemserve.worker.trial_steps import trial_pages, trial_steps
+from stemserve.worker.memory.budget import GIB, GpuMemory, is_shortage
+from stemserve.worker.memory.kv_pool import KvPool, KvShape
+from stemserve.worker.memory.trial_steps import trial_pages, trial_steps
+from stemserve.worker.steps.checks import StepLimits
 
 log = logging.getLogger(__name__)
 

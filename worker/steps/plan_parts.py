@@ -10,8 +10,8 @@ from stemserve.kernels.layout import AttentionLayout, Int32, int32
 from stemserve.kernels.token_sources import runs
 from stemserve.proto.v1 import worker_pb2
 from stemserve.worker.blobs import decode_float32, decode_int32, encode_float32, encode_int32
-from stemserve.worker.layout import sub_layout
-from stemserve.worker.step import ITEM, Step
+from stemserve.worker.steps.layout import sub_layout
+from stemserve.worker.steps.step import ITEM, Step
 
 _Index = NDArray[np.intp]
 

@@ -7,7 +7,7 @@ import numpy as np
 
 from stemserve.kernels.layout import AttentionLayout, Int32
 from stemserve.kernels.strategy import Phase
-from stemserve.worker.layout import Candidate, part_of
+from stemserve.worker.steps.layout import Candidate, part_of
 
 Signature = tuple[object, ...]
 

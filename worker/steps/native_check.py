@@ -1,6 +1,6 @@
-"""Whether the arrays of a plan are right, in C: a tenth of the time that step_checks.py takes.
+"""Whether the arrays of a plan are right, in C: a tenth of the time that checks.py takes.
 
-It only says that all is well. Where it does not, step_checks.py looks again and says what is wrong.
+It only says that all is well. Where it does not, checks.py looks again and says what is wrong.
 """
 
 import ctypes
@@ -12,11 +12,11 @@ from pathlib import Path
 
 from stemserve.kernels.c_library import CLibraryError, load_library
 from stemserve.proto.v1 import worker_pb2
-from stemserve.worker.step_checks import KERNELS, SEGMENT_KINDS, StepLimits
+from stemserve.worker.steps.checks import KERNELS, SEGMENT_KINDS, StepLimits
 
 log = logging.getLogger(__name__)
 
-SOURCE = Path(__file__).parent / "csrc" / "step_check.c"
+SOURCE = Path(__file__).parent.parent / "csrc" / "step_check.c"
 # In the order of `plan` in the source.
 ARRAYS = (
     *("token_ids", "positions", "kv_slots"),

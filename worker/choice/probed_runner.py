@@ -3,10 +3,10 @@
 from dataclasses import dataclass
 
 from stemserve.proto.v1 import worker_pb2
-from stemserve.worker.probe import Prober
+from stemserve.worker.choice.probe import Prober
 from stemserve.worker.result import LaunchedStep
 from stemserve.worker.runner import ModelRunner
-from stemserve.worker.step import Step
+from stemserve.worker.steps.step import Step
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,7 +8,7 @@ from stemserve.kernels.layout import Int32, int32
 from stemserve.kernels.token_sources import indptr, runs
 from stemserve.proto.v1 import worker_pb2
 from stemserve.worker.blobs import encode_int32
-from stemserve.worker.step_checks import StepLimits
+from stemserve.worker.steps.checks import StepLimits
 
 ITEM_ROWS = 64
 TOP_LOGPROBS = 20

@@ -13,9 +13,10 @@ from stemserve.kernels.layout import AttentionLayout
 from stemserve.kernels.pricing.engine_cost import Cost
 from stemserve.kernels.strategy import TORCH, CountsFallbacks, Kernel, Phase, Strategy, Work
 from stemserve.proto.v1 import inference_pb2
-from stemserve.worker.choice_reason import Fallback, Reason
-from stemserve.worker.launch_costs import LaunchCosts, Strategies, StrategyCosts
-from stemserve.worker.layout import (
+from stemserve.worker.choice.launch_costs import LaunchCosts, Strategies, StrategyCosts
+from stemserve.worker.choice.reason import Fallback, Reason
+from stemserve.worker.choice.shape_signature import Signature, signature
+from stemserve.worker.steps.layout import (
     AttentionGroup,
     Candidate,
     candidates,
@@ -23,8 +24,7 @@ from stemserve.worker.layout import (
     part_of,
     sub_layout,
 )
-from stemserve.worker.shape_signature import Signature, signature
-from stemserve.worker.step import Step
+from stemserve.worker.steps.step import Step
 
 log = logging.getLogger(__name__)
 

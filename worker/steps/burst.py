@@ -7,7 +7,7 @@ import numpy as np
 from stemserve.kernels.layout import AttentionLayout, Int32
 from stemserve.proto.v1 import worker_pb2
 from stemserve.worker.blobs import BadPlan, decode_int32
-from stemserve.worker.step_checks import check_range, check_unique
+from stemserve.worker.steps.checks import check_range, check_unique
 
 NOBODY = np.empty(0, np.int32)
 

@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from stemserve.kernels.layout import AttentionLayout, Int32
 from stemserve.kernels.strategy import Phase
-from stemserve.worker.step import DECODE, Step
+from stemserve.worker.steps.step import DECODE, Step
 
 FORCED_KEYS = 1 << 8  # more than there are kernels
 

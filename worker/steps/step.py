@@ -8,23 +8,15 @@ import numpy as np
 from stemserve.kernels.layout import AttentionLayout, Int32
 from stemserve.proto.v1 import worker_pb2
 from stemserve.worker.blobs import BadPlan, decode_int32
-from stemserve.worker.burst import (
+from stemserve.worker.sampler_params import SamplerParams, TokenMask, decode_masks, decode_sampler
+from stemserve.worker.steps.burst import (
     check_burst_rows,
     decode_row_steps,
     layout_ahead,
     longest_layout,
     tokens_ahead,
 )
-from stemserve.worker.native_check import (
-    ARRAYS,
-    ONE_TREE,
-    READS_SLOTS,
-    RIGHT,
-    SLOTS_ASCEND,
-    native_check,
-)
-from stemserve.worker.sampler_params import SamplerParams, TokenMask, decode_masks, decode_sampler
-from stemserve.worker.step_checks import (
+from stemserve.worker.steps.checks import (
     StepLimits,
     check_forest,
     check_indptr,
@@ -33,7 +25,15 @@ from stemserve.worker.step_checks import (
     check_segments,
     check_unique,
 )
-from stemserve.worker.step_reads import (
+from stemserve.worker.steps.native_check import (
+    ARRAYS,
+    ONE_TREE,
+    READS_SLOTS,
+    RIGHT,
+    SLOTS_ASCEND,
+    native_check,
+)
+from stemserve.worker.steps.reads import (
     Gathers,
     Samples,
     decode_classify_rows,

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from stemserve.kernels.host_array import device_tensor, index_tensor
-from stemserve.worker.kv_pool import KvPool
+from stemserve.worker.memory.kv_pool import KvPool
 
 
 class KvWrites:

@@ -5,9 +5,9 @@ import time
 from typing import Protocol
 
 from stemserve.proto.v1 import worker_pb2
-from stemserve.worker.memory import give_back, is_shortage
-from stemserve.worker.plan_parts import Part, WholeResult, halves, part_plan
-from stemserve.worker.step import Step
+from stemserve.worker.memory.budget import give_back, is_shortage
+from stemserve.worker.steps.plan_parts import Part, WholeResult, halves, part_plan
+from stemserve.worker.steps.step import Step
 
 log = logging.getLogger(__name__)
 

@@ -15,10 +15,10 @@ from stemserve.kernels.layout import AttentionLayout, HeadShape
 from stemserve.kernels.strategy import Strategy
 from stemserve.proto.v1 import worker_pb2
 from stemserve.worker.attention import make_clock
-from stemserve.worker.choice_reason import Reason
-from stemserve.worker.dispatch import KERNEL_CODES, Choice, Dispatcher
-from stemserve.worker.kv_pool import KvPool
-from stemserve.worker.memory import give_back, is_shortage
+from stemserve.worker.choice.dispatch import KERNEL_CODES, Choice, Dispatcher
+from stemserve.worker.choice.reason import Reason
+from stemserve.worker.memory.budget import give_back, is_shortage
+from stemserve.worker.memory.kv_pool import KvPool
 
 MOST_S = 0.02  # that a probe may keep a plan waiting, by the predictions
 LONGEST_S = 0.1  # then it is given up

@@ -43,7 +43,7 @@ def parse_options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--peer", choices=("none", *SCRIPTS), default="none")
+    _add_peer(parser)
     parser.add_argument(
         "--rows", action="append", metavar="GLOB", help="only rows with such a name; also often"
     )
@@ -55,18 +55,7 @@ def parse_options() -> argparse.Namespace:
         "--serve-options", default="", metavar="WORDS", help="of stemserve serve, in one argument"
     )
     parser.add_argument(
-        "--fallback-options", default="", metavar="WORDS",
-        help="added where ours does not start beside a peer, as --no-cuda-graphs; noted",
-    )  # fmt: skip
-    parser.add_argument(
         "--checkpoints", type=Path, metavar="DIR", help="of Qwen3-0.6B/ and Qwen3-4B/; else random"
-    )
-    parser.add_argument(
-        "--peer-python", default=sys.executable, metavar="FILE", help="of the peer's environment"
-    )
-    parser.add_argument("--peer-path", default="", metavar="PATH", help="PYTHONPATH of that Python")
-    parser.add_argument(
-        "--peer-options", default="", metavar="WORDS", help="of the peer's script, in one argument"
     )
     parser.add_argument(
         "--start-seconds", type=float, default=600.0, metavar="S",
@@ -82,6 +71,21 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--logs", type=Path, metavar="DIR", help="keep the engines' logs there")
     parser.add_argument("--output", type=Path, metavar="FILE", help="instead of engine.json")
     return parser.parse_args()
+
+
+def _add_peer(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--peer", choices=("none", *SCRIPTS), default="none")
+    parser.add_argument(
+        "--peer-python", default=sys.executable, metavar="FILE", help="of the peer's environment"
+    )
+    parser.add_argument("--peer-path", default="", metavar="PATH", help="PYTHONPATH of that Python")
+    parser.add_argument(
+        "--peer-options", default="", metavar="WORDS", help="of the peer's script, in one argument"
+    )
+    parser.add_argument(
+        "--fallback-options", default="", metavar="WORDS",
+        help="added where ours does not start beside a peer, as --no-cuda-graphs; noted",
+    )  # fmt: skip
 
 
 def write_checkpoints(models: tuple[str, ...], parent: Path, console: Console) -> Path:

@@ -6,6 +6,7 @@ It does what streams, tiles and items of this folder do, with the same tables bi
 import ctypes
 import threading
 import weakref
+from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
 
@@ -16,7 +17,7 @@ from stemserve.kernels.c_library import load_library
 from stemserve.kernels.dense.packed import PackedPlan, PackedStage, place_tables
 from stemserve.kernels.dense.plan import work_parts
 from stemserve.kernels.dense.tables import BLOCK_FIELDS, ITEM_FIELDS, TILE_FIELDS
-from stemserve.kernels.layout import AttentionLayout
+from stemserve.kernels.layout import AttentionLayout, Int32
 from stemserve.kernels.strategy import Work
 
 FOLDER = Path(__file__).parent.parent / "csrc"
@@ -74,64 +75,80 @@ class NativeDense:
         self._lock = threading.Lock()
 
     def plan(self, layout: AttentionLayout) -> PackedPlan:
-        arrays = (
-            *(layout.node_parent, layout.node_page_indptr, layout.node_pages, layout.node_tokens),
-            *(layout.segment_indptr, layout.segment_node),
-        )
-        ints = [np.ascontiguousarray(array, np.int32) for array in arrays]
-        is_item = np.ascontiguousarray(layout.segment_is_item, np.bool_)
-        if len(ints[1]) != len(ints[0]) + 1 or len(ints[3]) != len(ints[0]):
-            raise ValueError("the arrays of a layout's nodes differ in length")
-        if len(ints[4]) != len(ints[5]) + 1 or len(is_item) != len(ints[5]):
-            raise ValueError("the arrays of a layout's segments differ in length")
+        """Raises ValueError where the layout is not one, MemoryError where memory is short."""
+        ints, is_item = _arrays(layout)
         given = _Layout(
             *(_address(array) for array in ints),
             _address(is_item),
             *(layout.page_size, len(ints[0]), len(ints[2]), len(is_item)),
         )
-        found = np.empty(len(SIZES), np.int32)
         with self._lock:
-            self._check(
-                self._library.stemserve_dense_plan(
-                    self._handle,
-                    ctypes.addressof(given),
-                    ctypes.addressof(self._settings),
-                    _address(found),
-                )
-            )
-            joined = np.empty(found[-1], np.int32)
-            self._check(
-                self._library.stemserve_dense_tables(self._handle, _address(joined), len(joined))
-            )
-        size = dict(zip(SIZES, found.tolist(), strict=True))
-        shapes: list[tuple[int, ...]] = [
-            *((size["sources"],), (size["rows"],), (size["rows"],)),
-            (self._ctas, size["rounds"], ITEM_FIELDS),
-            (size["blocks"], BLOCK_FIELDS),
-            (size["merged"], size["columns"]),
-            (size["merged"],),
-            (size["tiles"], TILE_FIELDS),
-        ]
-        sources, first, seen, items, blocks, parts, targets, tiles = place_tables(shapes)
-        copied, read = size["sources"], (size["partial_rows"], size["tokens_read"])
+            sizes, joined = self._tables(given)
+        return _packed(joined, dict(zip(SIZES, sizes, strict=True)), self._ctas)
 
-        def work() -> Work:
-            stages = [(tiles.host(joined), *read)] if tiles.shape[0] else []
-            return Work(parts=tuple(work_parts(copied, stages)))
-
-        stage = PackedStage(items=items, blocks=blocks, parts=parts, targets=targets)
-        return PackedPlan(
-            joined=joined,
-            sources=sources,
-            row_first=first,
-            row_seen=seen,
-            stages=[stage] if size["tiles"] else [],
-            partial_rows=size["partial_rows"],
-            make_work=work,
+    def _tables(self, given: _Layout) -> tuple[list[int], Int32]:
+        """SIZES, and the tables side by side. The planner holds one plan at a time."""
+        found = np.empty(len(SIZES), np.int32)
+        self._check(
+            self._library.stemserve_dense_plan(
+                self._handle,
+                ctypes.addressof(given),
+                ctypes.addressof(self._settings),
+                _address(found),
+            )
         )
+        joined = np.empty(found[-1], np.int32)
+        self._check(
+            self._library.stemserve_dense_tables(self._handle, _address(joined), len(joined))
+        )
+        return found.tolist(), joined
 
     def _check(self, status: int) -> None:
         if status == 1:
             raise MemoryError(FAILURES[1])
         if status:
             raise ValueError(FAILURES[status])
+
+
+def _arrays(layout: AttentionLayout) -> tuple[list[Int32], NDArray[np.bool_]]:
+    """What `_Layout` points to, in its order; kept by the caller while C reads it."""
+    arrays = (
+        *(layout.node_parent, layout.node_page_indptr, layout.node_pages, layout.node_tokens),
+        *(layout.segment_indptr, layout.segment_node),
+    )
+    ints = [np.ascontiguousarray(array, np.int32) for array in arrays]
+    is_item = np.ascontiguousarray(layout.segment_is_item, np.bool_)
+    if len(ints[1]) != len(ints[0]) + 1 or len(ints[3]) != len(ints[0]):
+        raise ValueError("the arrays of a layout's nodes differ in length")
+    if len(ints[4]) != len(ints[5]) + 1 or len(is_item) != len(ints[5]):
+        raise ValueError("the arrays of a layout's segments differ in length")
+    return ints, is_item
+
+
+def _packed(joined: Int32, size: Mapping[str, int], ctas: int) -> PackedPlan:
+    """`size` by the names of SIZES."""
+    shapes: list[tuple[int, ...]] = [
+        *((size["sources"],), (size["rows"],), (size["rows"],)),
+        (ctas, size["rounds"], ITEM_FIELDS),
+        (size["blocks"], BLOCK_FIELDS),
+        (size["merged"], size["columns"]),
+        (size["merged"],),
+        (size["tiles"], TILE_FIELDS),
+    ]
+    sources, first, seen, items, blocks, parts, targets, tiles = place_tables(shapes)
+    copied, read = size["sources"], (size["partial_rows"], size["tokens_read"])
+
+    def work() -> Work:
+        stages = [(tiles.host(joined), *read)] if tiles.shape[0] else []
+        return Work(parts=tuple(work_parts(copied, stages)))
+
+    stage = PackedStage(items=items, blocks=blocks, parts=parts, targets=targets)
+    return PackedPlan(
+        joined=joined,
+        sources=sources,
+        row_first=first,
+        row_seen=seen,
+        stages=[stage] if size["tiles"] else [],
+        partial_rows=size["partial_rows"],
+        make_work=work,
+    )

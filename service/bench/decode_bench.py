@@ -5,6 +5,7 @@ the prompts take, and that some requests are ahead of others, is in both.
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -19,36 +20,35 @@ OTHERS = 10_000  # numbers of rounds with prompts as long, of other tokens
 MOST_OVER_WORKER = 1.05  # that a token may take, of its time in the worker
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Round:
+    streams: Sequence[TokenArrivals]  # of the calls that did not fail
+    busiest_client: float
+    seconds_a_token: float
+
+
 def measure_decode(target: Target, row: DecodeRow) -> MeasuredRow:
     prefix_ids = target.register(target.tokens.decode_round(row, 0).prefix[None])
     failures: list[str] = []
-    rounds: list[list[TokenArrivals]] = []
-    clients: list[float] = []
-    of_rounds: list[float] = []
+    rounds: list[_Round] = []
     before = target.metrics()
     for number in range(target.repeats.warm_up + target.repeats.decode):
         if number == target.repeats.warm_up:
             before = target.metrics()
-        others = target.tokens.decode_round(row, OTHERS + number).requests(1)
-        one = target.pool.make(GENERATE, others)
-        failures += [record.error for record in one.records if record.error]
-        requests = target.tokens.decode_round(row, number).requests(row.new_tokens)
-        made = target.pool.make(GENERATE, requests)
-        streams = [_arrivals(record, row, failures) for record in made.records]
-        rounds.append([stream for stream in streams if stream is not None])
-        clients.append(made.busiest_client)
-        of_rounds.append((made.seconds - one.seconds) / (row.new_tokens - 1))
+        rounds.append(_round(target, row, number, failures))
     grown = target.metrics().since(before)
     target.release(prefix_ids)
-    counted = [streams for streams in rounds[target.repeats.warm_up :] if streams]
-    of_rounds = of_rounds[target.repeats.warm_up :] if counted else []
+    warm = rounds[target.repeats.warm_up :]
+    counted = [made.streams for made in warm if made.streams]
+    of_rounds = [made.seconds_a_token for made in warm] if counted else []
     ours_ms = median_ms(of_rounds)
     if ours_ms is not None and ours_ms <= 0:
         failures.append(
             f"{row.new_tokens} tokens took no longer than one: the machine is not quiet"
         )
         ours_ms = None
-    more = _more(counted, grown, row) | {"busiest_client": rounded(max(clients))}
+    busiest = max(made.busiest_client for made in rounds)
+    more = _more(counted, grown, row) | {"busiest_client": rounded(busiest)}
     if ours_ms and (worker_ms := more.get("worker_ms_a_token")):
         more["outside_worker_kept"] = ours_ms <= MOST_OVER_WORKER * worker_ms
     return MeasuredRow(
@@ -58,8 +58,23 @@ def measure_decode(target: Target, row: DecodeRow) -> MeasuredRow:
         failures=len(failures),
         first_failure=failures[0] if failures else "",
         times=percentiles(gap for streams in counted for s in streams for gap in s.gaps.tolist()),
-        logprobs=np.array([stream.first_logprob for stream in rounds[0]]),
+        logprobs=np.array([stream.first_logprob for stream in rounds[0].streams]),
         more=more,
+    )
+
+
+def _round(target: Target, row: DecodeRow, number: int, failures: list[str]) -> _Round:
+    """The requests of a round twice: of other tokens for one new token, then for all."""
+    others = target.tokens.decode_round(row, OTHERS + number).requests(1)
+    one = target.pool.make(GENERATE, others)
+    failures += [record.error for record in one.records if record.error]
+    requests = target.tokens.decode_round(row, number).requests(row.new_tokens)
+    made = target.pool.make(GENERATE, requests)
+    streams = [_arrivals(record, row, failures) for record in made.records]
+    return _Round(
+        streams=[stream for stream in streams if stream is not None],
+        busiest_client=made.busiest_client,
+        seconds_a_token=(made.seconds - one.seconds) / (row.new_tokens - 1),
     )
 
 

@@ -2,9 +2,8 @@
 
 import asyncio
 import json
-import secrets
 import subprocess
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 from urllib.request import Request, urlopen
 
@@ -12,6 +11,17 @@ import grpc
 import pytest
 from opentelemetry.proto.trace.v1.trace_pb2 import Span, Status
 from tests.e2e.served import scrape, until_running
+from tests.e2e.traced_calls import (
+    PATIENCE_S,
+    SECRET,
+    Caller,
+    children,
+    generate,
+    named,
+    names,
+    score_request,
+    trace_of,
+)
 from tests.service.otlp_receiver import Receiver, otlp_receiver, values
 from typer.testing import CliRunner
 
@@ -21,8 +31,6 @@ from stemserve.service.client import Client, ClientError
 
 StartServer = Callable[..., tuple["subprocess.Popen[str]", dict[str, int]]]
 
-SECRET = "xylophone quartz"  # of the requests; no span may have it
-PATIENCE_S = 30.0
 SCORE = "stemserve.v1.Inference/Score"
 
 
@@ -39,19 +47,6 @@ def ports(start_server: StartServer, tiny_model: Path, receiver: Receiver) -> di
     return start_server(*words, "--log-format", "json", "--trace-sample-ratio", 0)[1]
 
 
-class Caller:
-    """The span of a caller, around its calls."""
-
-    def __init__(self, *, is_sampled: bool = True) -> None:
-        self.trace_id = secrets.token_bytes(16)
-        self.span_id = secrets.token_bytes(8)
-        self.flags = f"{is_sampled:02x}"
-
-    def headers(self) -> Sequence[tuple[str, str]]:
-        parent = f"00-{self.trace_id.hex()}-{self.span_id.hex()}-{self.flags}"
-        return (("traceparent", parent), ("tracestate", "shop=7"))
-
-
 @pytest.fixture
 def caller() -> Caller:
     return Caller()
@@ -62,34 +57,6 @@ async def client(ports: dict[str, int], caller: Caller) -> AsyncIterator[Client]
     target = f"127.0.0.1:{ports['rpc']}"
     async with Client(target, timeout_s=60.0, headers=caller.headers) as client:
         yield client
-
-
-def score_request(items: int = 5) -> inference_pb2.ScoreRequest:
-    texts = [f"{SECRET} {item}" for item in range(items)]
-    request = inference_pb2.ScoreRequest(query=SECRET * 3, items=texts, request_id="mine")
-    request.log_likelihood.SetInParent()
-    return request
-
-
-async def trace_of(receiver: Receiver, caller: Caller) -> list[Span]:
-    """Once its call's own span, which comes with all others of the call, is there."""
-    async with asyncio.timeout(PATIENCE_S):
-        while not (spans := receiver.of_trace(caller.trace_id)):
-            await asyncio.sleep(0.05)
-    assert SECRET not in str(spans) and "xylophone" not in str(spans)
-    return spans
-
-
-def named(spans: Sequence[Span], name: str) -> list[Span]:
-    return [span for span in spans if span.name == name]
-
-
-def children(spans: Sequence[Span], parent: Span) -> list[Span]:
-    return [span for span in spans if span.parent_span_id == parent.span_id]
-
-
-def names(spans: Sequence[Span]) -> list[str]:
-    return [span.name for span in spans]
 
 
 async def test_a_score_call_is_a_tree_under_the_callers_span(
@@ -281,14 +248,6 @@ async def test_what_became_of_spans_is_counted(
         while (await scrape(ports))[name] < len(receiver.spans):
             await asyncio.sleep(0.05)
     assert receiver.resource["service.name"] == "stemserve"
-
-
-async def generate(client: Client, tokens: int = 3000) -> None:
-    request = inference_pb2.GenerateRequest(
-        prompt=inference_pb2.Context(text=SECRET), max_new_tokens=tokens, ignore_eos=True
-    )
-    async for _ in client.generate(request):
-        pass
 
 
 async def test_logs_are_objects_of_both_processes_with_the_calls_ids_and_no_text(

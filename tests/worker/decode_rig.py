@@ -26,6 +26,7 @@ from stemserve.worker.graphs.decode_memory import DecodeMemory
 from stemserve.worker.graphs.graph_decoder import GraphDecoder
 from stemserve.worker.memory.kv_pool import KvPool, KvShape
 from stemserve.worker.models.loader import LoadFormat, fixed_ops, load_model
+from stemserve.worker.models.model_config import ModelConfig
 from stemserve.worker.runner import ModelRunner
 from stemserve.worker.sampler import Sampler
 from stemserve.worker.scorer import Scorer
@@ -112,31 +113,22 @@ def make_rig(
         device=device,
         make_ops=fixed_ops if fixed_split else None,
     )
-    config = model.config
-    shape = KvShape(
-        layers=config.num_layers,
-        pages=PAGES,
-        page_size=PAGE,
-        kv_heads=config.kv_heads,
-        head_dim=config.head_dim,
-        dtype=dtype,
-    )
-    pool = KvPool(shape, device)
-    pool.poison(np.arange(PAGES, dtype=np.int32))
+    heads = model.config.heads
+    pool = _poisoned_pool(model.config, dtype, device)
     sampler = Sampler(SLOTS, device)
     scorer = Scorer(model, sampler, vocab_size=VOCAB, device=device)
     decoder = codec = None
     if buckets:
         bins = bins or 3 * (device == CPU)
         numbers, division = DecodeNumbers(dtype=dtype), Division(fixed_split=fixed_split)
-        codec = CodecDecode(config.heads, device, numbers, bins, division=division)
+        codec = CodecDecode(heads, device, numbers, bins, division=division)
         memory = DecodeMemory(model, pool, codec, sampler.tables, rows=buckets, steps=MAX_BURST)
         capture: Capture = run_again if device == CPU else GraphCapture(device)
         assert list(memory.capture(capture)) == sorted(buckets, reverse=True)
         decoder = GraphDecoder(memory, pool, codec, sampler, scorer, forced=None)
-    available = strategies(config.heads, device=device, dtype=dtype, costs=COSTS)
+    available = strategies(heads, device=device, dtype=dtype, costs=COSTS)
     if fixed_split:
-        available = deterministic_set(config.heads, device=device, dtype=dtype).strategies
+        available = deterministic_set(heads, device=device, dtype=dtype).strategies
     runner = ModelRunner(
         Forward(model, pool, sampler, LIMITS.max_step_tokens),
         pool,
@@ -148,3 +140,17 @@ def make_rig(
         decoder,
     )
     return Rig(runner=runner, pool=pool, decoder=decoder, codec=codec)
+
+
+def _poisoned_pool(config: ModelConfig, dtype: torch.dtype, device: torch.device) -> KvPool:
+    shape = KvShape(
+        layers=config.num_layers,
+        pages=PAGES,
+        page_size=PAGE,
+        kv_heads=config.kv_heads,
+        head_dim=config.head_dim,
+        dtype=dtype,
+    )
+    pool = KvPool(shape, device)
+    pool.poison(np.arange(PAGES, dtype=np.int32))
+    return pool

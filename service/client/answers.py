@@ -1,6 +1,6 @@
-"""Wait for a server's answers; turn its errors into the client library's."""
+"""Wait for a server's answers, also page by page; turn its errors into the client library's."""
 
-from collections.abc import AsyncGenerator, Awaitable
+from collections.abc import AsyncGenerator, Awaitable, Callable
 from typing import Any, TypeVar
 
 import grpc
@@ -26,3 +26,14 @@ async def answers_of(call: Any, kind: type[Answer]) -> AsyncGenerator[Answer, No
         raise client_error(error) from error
     finally:
         call.cancel()
+
+
+async def pages_of(read: Callable[[str], Awaitable[Any]]) -> AsyncGenerator[Any, None]:
+    """The pages of a list; `read` takes the token of a page, an empty one for the first."""
+    token = ""
+    while True:
+        page = await read(token)
+        yield page
+        token = page.next_page_token
+        if not token:
+            return

@@ -1,6 +1,6 @@
 """The async client library: typed calls of a stemserve server."""
 
-from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Mapping, Sequence
 from contextlib import aclosing
 from types import TracebackType
 from typing import Any, Self
@@ -15,7 +15,7 @@ from stemserve.proto.v1 import (
     tries_pb2_grpc,
 )
 from stemserve.service.client import decoding
-from stemserve.service.client.answers import Metadata, answer_of, answers_of
+from stemserve.service.client.answers import Metadata, answer_of, answers_of, pages_of
 from stemserve.service.client.calls import NOT_KNOWN, Calls
 from stemserve.service.client.channel import PLAINTEXT, Access, Headers, open_channel, options_of
 from stemserve.service.client.chat_request import chat_request
@@ -230,16 +230,13 @@ class Client:
 
     async def list_prefixes(self) -> tuple[Prefix, ...]:
         """All of them, page by page. Behind a router: those of one server."""
-        prefixes, token = list[Prefix](), ""
-        while True:
+
+        def read(token: str) -> Awaitable[prefixes_pb2.ListResponse]:
             request = prefixes_pb2.ListRequest(page_token=token)
-            response: prefixes_pb2.ListResponse = await answer_of(
-                self._prefixes.List(request, timeout=self._timeout_s)
-            )
-            prefixes += map(decoding.prefix, response.prefixes)
-            token = response.next_page_token
-            if not token:
-                return tuple(prefixes)
+            return answer_of(self._prefixes.List(request, timeout=self._timeout_s))
+
+        pages = pages_of(read)
+        return tuple([decoding.prefix(one) async for page in pages for one in page.prefixes])
 
     async def renew_prefix(self, prefix_id: str, *, ttl_seconds: float = 0.0) -> Prefix:
         request = prefixes_pb2.RenewRequest(prefix_id=prefix_id, ttl_seconds=ttl_seconds)

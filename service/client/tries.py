@@ -1,6 +1,6 @@
 """The client library's calls about tries: sets of sequences that outputs are held to."""
 
-from collections.abc import AsyncGenerator, Iterator, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -8,7 +8,7 @@ import numpy as np
 from google.protobuf.message import Message
 
 from stemserve.proto.v1 import inference_pb2, info_pb2, tries_pb2
-from stemserve.service.client.answers import Metadata, answer_of
+from stemserve.service.client.answers import Metadata, answer_of, pages_of
 from stemserve.service.client.results import Trie
 from stemserve.service.client.routing import route
 from stemserve.service.packed_tokens import PackedTokens, pack
@@ -58,15 +58,12 @@ class TrieCalls:
 
     async def list(self) -> tuple[Trie, ...]:
         """All of them, page by page. Behind a router: those of one server."""
-        found, token = list[Trie](), ""
-        while True:
+
+        def read(token: str) -> Awaitable[tries_pb2.ListTriesResponse]:
             request = tries_pb2.ListTriesRequest(page_token=token)
-            call = self._tries.ListTries(request, timeout=self._timeout_s)
-            response: tries_pb2.ListTriesResponse = await answer_of(call)
-            found += map(_trie, response.tries)
-            token = response.next_page_token
-            if not token:
-                return tuple(found)
+            return answer_of(self._tries.ListTries(request, timeout=self._timeout_s))
+
+        return tuple([_trie(one) async for page in pages_of(read) for one in page.tries])
 
     async def delete(self, trie_id: str) -> None:
         """Behind a router: on one server; others drop it when nobody has used it for its TTL."""

@@ -1,7 +1,5 @@
 """The command that shows what a request would do, without running it."""
 
-import json
-
 import typer
 from rich.console import Console
 from rich.markup import escape
@@ -36,7 +34,7 @@ from stemserve.service.commands.options import (
     read_items,
     read_labels,
 )
-from stemserve.service.commands.plain_json import as_json
+from stemserve.service.commands.plain_json import print_json
 from stemserve.service.commands.usage import readable_bytes
 
 ROOT = -1
@@ -103,7 +101,7 @@ async def _explain(
 
 def _print(response: info_pb2.ExplainResponse, json_wanted: bool) -> None:
     if json_wanted:
-        print(json.dumps(as_json(response), ensure_ascii=False))
+        print_json(response)
         return
     console = Console()
     console.print(

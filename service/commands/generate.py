@@ -1,6 +1,5 @@
 """The command that generates text."""
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
@@ -33,7 +32,7 @@ from stemserve.service.commands.options import (
     whole_uint32,
     whole_uint64,
 )
-from stemserve.service.commands.plain_json import as_json
+from stemserve.service.commands.plain_json import print_json
 from stemserve.service.commands.usage import usage_line
 
 PrefixId = Annotated[str, typer.Option(metavar="ID", help="A registered prefix before the prompt.")]
@@ -279,7 +278,7 @@ async def _generate(
             _print_news(message, samples)
     joined = samples.message()
     if json_wanted:
-        print(json.dumps(as_json(joined), ensure_ascii=False))
+        print_json(joined)
     else:
         line = usage_line(joined.usage, joined.timing)
         Console().print(line, style="dim", markup=False, soft_wrap=True)

@@ -5,6 +5,7 @@ float32 has no more digits than it needs.
 """
 
 import base64
+import json
 import math
 from typing import Any
 
@@ -25,6 +26,10 @@ def as_json(message: Message) -> Json:
         value: Any = getattr(message, field.name)
         fields[field.name] = _field(field, value)
     return fields
+
+
+def print_json(message: Message) -> None:
+    print(json.dumps(as_json(message), ensure_ascii=False))
 
 
 def _field(field: Field, value: Any) -> Any:

@@ -1,8 +1,7 @@
 """The commands that name prefixes which many requests share."""
 
-import json
 import time
-from collections.abc import Sequence
+from collections.abc import Awaitable, Sequence
 from typing import Annotated
 
 import typer
@@ -11,6 +10,7 @@ from rich.console import Console
 from rich.table import Table
 
 from stemserve.proto.v1 import prefixes_pb2, prefixes_pb2_grpc
+from stemserve.service.client.answers import pages_of
 from stemserve.service.client.routing import route
 from stemserve.service.commands.call import (
     SERVER,
@@ -22,7 +22,7 @@ from stemserve.service.commands.call import (
     call,
 )
 from stemserve.service.commands.options import read_text
-from stemserve.service.commands.plain_json import as_json
+from stemserve.service.commands.plain_json import print_json
 
 PAGE = 1000
 
@@ -115,15 +115,14 @@ def list_all(
 
     async def run(channel: Channel) -> prefixes_pb2.ListResponse:
         stub = prefixes_pb2_grpc.PrefixesStub(channel)
-        whole = prefixes_pb2.ListResponse()
-        token = ""
-        while True:
+
+        def read(token: str) -> Awaitable[prefixes_pb2.ListResponse]:
             request = prefixes_pb2.ListRequest(page_size=PAGE, page_token=token)
-            page = await stub.List(request, timeout=timeout)
-            whole.prefixes.extend(page.prefixes)
-            token = page.next_page_token
-            if not token:
-                return whole
+            return stub.List(request, timeout=timeout)
+
+        return prefixes_pb2.ListResponse(
+            prefixes=[one async for page in pages_of(read) for one in page.prefixes]
+        )
 
     response = call(server, run)
     _print(response, response.prefixes, as_json)
@@ -173,7 +172,7 @@ def release(
 
 def _print(response: Message, prefixes: Sequence[prefixes_pb2.Prefix], json_wanted: bool) -> None:
     if json_wanted:
-        print(json.dumps(as_json(response), ensure_ascii=False))
+        print_json(response)
         return
     table = Table(box=None, pad_edge=False)
     table.add_column("prefix id", overflow="fold")

@@ -1,6 +1,5 @@
 """The command that scores items."""
 
-import json
 from typing import Annotated
 
 import typer
@@ -34,7 +33,7 @@ from stemserve.service.commands.options import (
     read_labels,
     whole_uint32,
 )
-from stemserve.service.commands.plain_json import as_json
+from stemserve.service.commands.plain_json import print_json
 from stemserve.service.commands.usage import usage_line
 
 ItemMarker = Annotated[
@@ -158,7 +157,7 @@ def _print(
     request: inference_pb2.ScoreRequest, response: inference_pb2.ScoreResponse, json_wanted: bool
 ) -> None:
     if json_wanted:
-        print(json.dumps(as_json(response), ensure_ascii=False))
+        print_json(response)
         return
     console = Console()
     console.print(_table(request, response))

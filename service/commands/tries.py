@@ -2,7 +2,7 @@
 
 import json
 import time
-from collections.abc import Sequence
+from collections.abc import Awaitable, Sequence
 from typing import Annotated, Any
 
 import numpy as np
@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.table import Table
 
 from stemserve.proto.v1 import tries_pb2, tries_pb2_grpc
+from stemserve.service.client.answers import pages_of
 from stemserve.service.client.tries import upload_messages
 from stemserve.service.commands.call import (
     SERVER,
@@ -23,7 +24,7 @@ from stemserve.service.commands.call import (
     call,
 )
 from stemserve.service.commands.options import read_text
-from stemserve.service.commands.plain_json import as_json
+from stemserve.service.commands.plain_json import print_json
 from stemserve.service.packed_tokens import PackedTokens, pack
 
 PAGE = 1000
@@ -106,15 +107,14 @@ def list_all(
 
     async def run(channel: Channel) -> tries_pb2.ListTriesResponse:
         stub = tries_pb2_grpc.TriesStub(channel)
-        whole = tries_pb2.ListTriesResponse()
-        token = ""
-        while True:
+
+        def read(token: str) -> Awaitable[tries_pb2.ListTriesResponse]:
             request = tries_pb2.ListTriesRequest(page_size=PAGE, page_token=token)
-            page = await stub.ListTries(request, timeout=timeout)
-            whole.tries.extend(page.tries)
-            token = page.next_page_token
-            if not token:
-                return whole
+            return stub.ListTries(request, timeout=timeout)
+
+        return tries_pb2.ListTriesResponse(
+            tries=[one async for page in pages_of(read) for one in page.tries]
+        )
 
     response = call(server, run)
     _print(response, response.tries, as_json)
@@ -157,7 +157,7 @@ def _token_lines(lines: Sequence[str]) -> PackedTokens:
 
 def _print(response: Message, tries: Sequence[tries_pb2.Trie], json_wanted: bool) -> None:
     if json_wanted:
-        print(json.dumps(as_json(response), ensure_ascii=False))
+        print_json(response)
         return
     table = Table(box=None, pad_edge=False)
     table.add_column("trie id", overflow="fold")

@@ -106,7 +106,7 @@ proto-check: proto
 	@git diff --exit-code -- proto || (echo "generated code differs: run make proto and commit"; exit 1)
 
 metrics-docs: $(STAMP)
-	$(BIN)/python -m stemserve.service.metrics_page docs/metrics.md
+	$(BIN)/python -m stemserve.service.metrics.page docs/metrics.md
 
 dashboards:
 	$(PYTHON) deploy/grafana/make_dashboards.py

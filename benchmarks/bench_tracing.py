@@ -11,12 +11,12 @@ from typing import Any
 from opentelemetry.exporter.otlp.proto.common.trace_encoder import encode_spans
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
+from stemserve.service.config.tracing import TracingConfig
 from stemserve.service.serving.call_watch import CallWatch
 from stemserve.service.tracing.call_trace import CallTrace, GroupRun, StepShare, TracedStep
 from stemserve.service.tracing.otlp_export import OtlpExport
 from stemserve.service.tracing.trace_context import SpanIds, new_span_id, new_trace_id
 from stemserve.service.tracing.tracer import Tracer
-from stemserve.service.tracing_config import TracingConfig
 
 METHOD = "/stemserve.v1.Inference/Score"
 METADATA = (

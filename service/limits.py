@@ -5,7 +5,7 @@ from typing import ClassVar
 
 from pydantic import ConfigDict
 
-from stemserve.service.access_config import STRICT
+from stemserve.service.config.access import STRICT
 
 CPU_STEP_TOKENS = 512  # about a second of a small model
 GPU_STEP_TOKENS = 9_216  # 20 ms of a model of 0.6B on an H200, 130 ms of 4B

@@ -19,10 +19,10 @@ from stemserve.service.batching.batcher import Batcher, BatcherLimits
 from stemserve.service.batching.speculation import DraftPolicy
 from stemserve.service.calls.admin_servicer import AdminServicer
 from stemserve.service.calls.services import SERVICES, Services
-from stemserve.service.config import ServerConfig, ServiceConfig
+from stemserve.service.config.server import ServerConfig, ServiceConfig
 from stemserve.service.constraints.compile_queue import CompileQueue
-from stemserve.service.instruments import BeforeScrape
-from stemserve.service.metrics import Metrics
+from stemserve.service.metrics.call_metrics import Metrics
+from stemserve.service.metrics.instruments import BeforeScrape
 from stemserve.service.request import WorkerFacts
 from stemserve.service.serving.admin_port import admin_port
 from stemserve.service.serving.authentication import authentication

@@ -17,7 +17,7 @@ from stemserve.service.calls.score_runner import passed, timing_message
 from stemserve.service.calls.stop_watch import StopWatch
 from stemserve.service.engine import Engine
 from stemserve.service.errors import EngineFault
-from stemserve.service.metrics import Metrics
+from stemserve.service.metrics.call_metrics import Metrics
 from stemserve.service.request import GenerateChunk, GenerateJob, SampleTokens
 from stemserve.service.stream_pace import StreamPace
 from stemserve.service.text.tokenizer import Tokenizer

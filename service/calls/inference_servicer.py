@@ -15,7 +15,7 @@ from stemserve.service.calls.generate_runner import GenerateRunner
 from stemserve.service.calls.score_runner import ScoreRunner
 from stemserve.service.calls.score_stream import Requests, ScoreStreamCalls
 from stemserve.service.errors import InvalidRequest, RequestError
-from stemserve.service.metrics import Metrics
+from stemserve.service.metrics.call_metrics import Metrics
 from stemserve.service.serving.call_status import Context, remaining_deadline
 from stemserve.service.serving.call_watch import CallWatch
 from stemserve.service.serving.status import status_code

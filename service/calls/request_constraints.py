@@ -15,7 +15,7 @@ from stemserve.service.constraints.grammar import Source
 from stemserve.service.constraints.token_trie import TokenTrie
 from stemserve.service.constraints.trie_builder import TrieBuilder
 from stemserve.service.errors import InvalidRequest
-from stemserve.service.metrics import Metrics
+from stemserve.service.metrics.call_metrics import Metrics
 
 SEQUENCES = "token_sequences"
 

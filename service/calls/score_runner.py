@@ -13,7 +13,7 @@ from stemserve.service.calls.score_encoder import ScoreEncoder
 from stemserve.service.calls.score_parts import ScoreParts
 from stemserve.service.calls.scoring import ScorePlan, nothing_read, plan_score, score_job
 from stemserve.service.engine import Engine
-from stemserve.service.metrics import Metrics
+from stemserve.service.metrics.call_metrics import Metrics
 from stemserve.service.request import JobTiming, ScoreJob, ScorePart, ScoreResult
 
 ANSWER_S = 0.05  # what a partial answer needs to reach its caller before the deadline

@@ -37,7 +37,7 @@ from stemserve.service.constraints.compile_queue import CompileQueue
 from stemserve.service.constraints.compiler import ConstraintCompiler
 from stemserve.service.engine import Engine
 from stemserve.service.limits import Limits
-from stemserve.service.metrics import Metrics
+from stemserve.service.metrics.call_metrics import Metrics
 from stemserve.service.serving.call_watch import CallWatch
 from stemserve.service.text.tokenizer import Tokenizer, TokenizerPool
 from stemserve.service.text.tokenizer_files import load_tokenizer, no_tokenizer

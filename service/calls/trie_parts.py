@@ -9,7 +9,7 @@ from stemserve.service.calls.tries_servicer import TriesServicer
 from stemserve.service.constraints.compiler import ConstraintCompiler
 from stemserve.service.constraints.trie_builder import TrieBuilder
 from stemserve.service.limits import Limits
-from stemserve.service.metrics import Metrics
+from stemserve.service.metrics.call_metrics import Metrics
 from stemserve.service.request import WorkerFacts
 from stemserve.service.text.tokenizer import TokenizerPool
 

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from stemserve.service.commands.failure import fail
-from stemserve.service.config import DEVICES, DTYPES, default_model_cache
+from stemserve.service.config.server import DEVICES, DTYPES, default_model_cache
 from stemserve.service.default_model import DEFAULT_MODEL, ModelNotFound, resolve
 
 

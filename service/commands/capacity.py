@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from stemserve.service.commands.failure import fail
-from stemserve.service.config import default_model_cache
+from stemserve.service.config.server import default_model_cache
 from stemserve.service.default_model import DEFAULT_MODEL, ModelNotFound, resolve
 
 COMMAND = (sys.executable, "-m", "stemserve.worker", "capacity")

@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from stemserve.proto.v1 import inference_pb2
-from stemserve.service.config import KERNELS
+from stemserve.service.config.server import KERNELS
 
 Query = Annotated[str, typer.Option(metavar="TEXT", help="Text that all items continue.")]
 Contexts = Annotated[

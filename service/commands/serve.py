@@ -13,7 +13,8 @@ from stemserve.json_log import log_to_stderr
 from stemserve.service.call_facts import log_context
 from stemserve.service.calls.services import model_tokenizer
 from stemserve.service.commands.failure import fail
-from stemserve.service.config import (
+from stemserve.service.config.error import ConfigError
+from stemserve.service.config.server import (
     DEVICES,
     DTYPES,
     KERNELS,
@@ -23,8 +24,7 @@ from stemserve.service.config import (
     ServiceConfig,
     parse_bytes,
 )
-from stemserve.service.config_error import ConfigError
-from stemserve.service.config_sources import Setting, read_settings, settings_text
+from stemserve.service.config.sources import Setting, read_settings, settings_text
 from stemserve.service.default_model import DEFAULT_MODEL, ModelNotFound, resolve
 from stemserve.service.main import Ready, run
 from stemserve.service.serving.server import PortInUse

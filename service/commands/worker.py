@@ -8,8 +8,8 @@ from typing import Annotated
 import typer
 
 from stemserve.service.commands.failure import fail
-from stemserve.service.config_error import ConfigError
-from stemserve.service.config_sources import read_settings
+from stemserve.service.config.error import ConfigError
+from stemserve.service.config.sources import read_settings
 from stemserve.service.default_model import ModelNotFound, resolve
 from stemserve.service.workers.worker_process import ALLOCATION
 

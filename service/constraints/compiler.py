@@ -11,7 +11,7 @@ from stemserve.service.constraints.constraint import Constraint
 from stemserve.service.constraints.grammar import Source, Vocabulary, compile_source
 from stemserve.service.constraints.kept import KeptConstraints
 from stemserve.service.errors import InvalidRequest, RequestError
-from stemserve.service.metrics import Metrics
+from stemserve.service.metrics.call_metrics import Metrics
 from stemserve.service.text.tokenizer import Tokenizer
 
 Made = TypeVar("Made")

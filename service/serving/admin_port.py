@@ -5,7 +5,7 @@ from contextlib import asynccontextmanager
 
 import grpc
 
-from stemserve.service.config import ServerConfig
+from stemserve.service.config.server import ServerConfig
 from stemserve.service.limits import Limits
 from stemserve.service.serving.server import STOP_GRACE_S, bind, transport_options
 

@@ -8,10 +8,10 @@ from typing import Any
 
 import grpc
 
-from stemserve.service.access_config import AuthConfig, TenantConfig
 from stemserve.service.caller import Caller, salt_of, set_caller
+from stemserve.service.config.access import AuthConfig, TenantConfig
 from stemserve.service.errors import Unauthenticated
-from stemserve.service.metrics import Metrics
+from stemserve.service.metrics.call_metrics import Metrics
 from stemserve.service.serving.credentials import Identify, identification
 from stemserve.service.serving.handler_memo import HandlerMemo
 from stemserve.service.serving.health import SERVICE_NAME as HEALTH_SERVICE

@@ -12,7 +12,7 @@ import grpc
 from google.protobuf.message import DecodeError
 
 from stemserve.service.errors import DeadlinePassed, InvalidRequest, RequestError
-from stemserve.service.metrics import Metrics
+from stemserve.service.metrics.call_metrics import Metrics
 from stemserve.service.serving.call_watch import CallWatch
 from stemserve.service.serving.handler_memo import HandlerMemo
 from stemserve.service.serving.status import DETAILS_KEY, status_code, status_message, unexpected

@@ -9,10 +9,10 @@ from typing import Any, Protocol, cast
 import jwt
 from jwt.types import Options
 
-from stemserve.service.access_config import AuthConfig, JwtConfig, TenantConfig
-from stemserve.service.config_error import ConfigError
+from stemserve.service.config.access import AuthConfig, JwtConfig, TenantConfig
+from stemserve.service.config.error import ConfigError
 from stemserve.service.errors import Unauthenticated
-from stemserve.service.metric_labels import AUTH_FAILURES
+from stemserve.service.metrics.labels import AUTH_FAILURES
 from stemserve.service.serving.watched_file import WatchedFile
 
 BEARER = "bearer "

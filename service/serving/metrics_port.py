@@ -5,7 +5,7 @@ from contextlib import contextmanager
 
 from prometheus_client import CollectorRegistry, start_http_server
 
-from stemserve.service.config import ServerConfig
+from stemserve.service.config.server import ServerConfig
 from stemserve.service.serving.server import PortInUse
 
 

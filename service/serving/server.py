@@ -9,7 +9,7 @@ from typing import Any
 
 import grpc
 
-from stemserve.service.config import ServerConfig
+from stemserve.service.config.server import ServerConfig
 from stemserve.service.limits import Limits
 from stemserve.service.serving import reflection
 from stemserve.service.serving.health import SERVICE_NAME as HEALTH_SERVICE

@@ -6,8 +6,8 @@ from typing import Any
 
 import grpc
 
-from stemserve.service.access_config import TlsConfig
-from stemserve.service.config_error import ConfigError
+from stemserve.service.config.access import TlsConfig
+from stemserve.service.config.error import ConfigError
 from stemserve.service.serving.watched_file import WatchedFile
 
 

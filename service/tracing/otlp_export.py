@@ -19,10 +19,10 @@ from opentelemetry.sdk.util.instrumentation import InstrumentationScope
 from opentelemetry.trace import Link, SpanContext, SpanKind, TraceFlags, TraceState
 from opentelemetry.trace.status import Status, StatusCode
 
+from stemserve.service.config.tracing import TracingConfig
 from stemserve.service.tracing.call_trace import CallTrace
 from stemserve.service.tracing.span_tree import CallSpan, count_spans, spans_of
 from stemserve.service.tracing.trace_context import SpanIds
-from stemserve.service.tracing_config import TracingConfig
 
 _log = logging.getLogger(__name__)
 

@@ -3,6 +3,7 @@
 import time
 from collections.abc import Callable
 
+from stemserve.service.config.tracing import TracingConfig
 from stemserve.service.tracing.call_trace import CallTrace
 from stemserve.service.tracing.trace_context import (
     RemoteParent,
@@ -11,7 +12,6 @@ from stemserve.service.tracing.trace_context import (
     new_span_id,
     new_trace_id,
 )
-from stemserve.service.tracing_config import TracingConfig
 
 
 class Tracer:

@@ -5,9 +5,9 @@ from collections.abc import Callable, Generator
 from contextlib import contextmanager
 
 import stemserve
-from stemserve.service.config import ServiceConfig
-from stemserve.service.config_error import ConfigError
-from stemserve.service.metrics import Metrics
+from stemserve.service.config.error import ConfigError
+from stemserve.service.config.server import ServiceConfig
+from stemserve.service.metrics.call_metrics import Metrics
 from stemserve.service.tracing.tracer import Tracer
 
 LEAST_FLUSH_S = 0.5  # where a drain has taken all its time

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import grpc
 
-from stemserve.service.config import WorkerConfig
+from stemserve.service.config.server import WorkerConfig
 
 LOOPBACK = ("localhost", "127.0.0.1", "[::1]")
 

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import yaml
 
-from stemserve.service.metrics_page import families, label_values, series_names
+from stemserve.service.metrics.page import families, label_values, series_names
 
 ROOT = Path(__file__).resolve().parents[2]
 RULES = ROOT / "deploy/prometheus/rules.yaml"

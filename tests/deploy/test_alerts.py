@@ -18,7 +18,7 @@ from tests.deploy.expressions import (
     unknown_matchers,
 )
 
-from stemserve.service.metric_labels import RPC
+from stemserve.service.metrics.labels import RPC
 
 RUNBOOKS = ROOT / "docs/runbooks"
 HEADINGS = ["## What it means", "## Look at", "## Do"]

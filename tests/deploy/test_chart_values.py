@@ -13,9 +13,9 @@ from helm_python.errors import HelmError
 from tests.deploy.chart import CHART, MATRIX, Values, render, the
 from typer.testing import CliRunner
 
-from stemserve.service.access_config import TenantConfig
 from stemserve.service.cli import app
-from stemserve.service.config_sources import Setting, known_keys, read_settings, settings_text
+from stemserve.service.config.access import TenantConfig
+from stemserve.service.config.sources import Setting, known_keys, read_settings, settings_text
 
 REFUSED: Mapping[str, tuple[Values, str]] = {
     "unknown value": ({"replica": 2}, "replica"),

@@ -21,8 +21,8 @@ from tests.service.certificates import Authority
 
 from stemserve.proto.v1 import inference_pb2, prefixes_pb2
 from stemserve.service.client import Client
-from stemserve.service.config import WorkerConfig
-from stemserve.service.config_sources import Setting, read_settings
+from stemserve.service.config.server import WorkerConfig
+from stemserve.service.config.sources import Setting, read_settings
 from stemserve.service.workers.remote_worker import RemoteWorker
 from stemserve.service.workers.worker_client import WorkerClient, WorkerUnreachable
 

@@ -16,7 +16,7 @@ from tests.deploy.chart import ROOT, render, the
 from typer.testing import CliRunner
 
 from stemserve.service.cli import app
-from stemserve.service.config_sources import read_settings
+from stemserve.service.config.sources import read_settings
 
 DEPLOY = ROOT / "deploy"
 DOCKERFILE = (DEPLOY / "Dockerfile").read_text()

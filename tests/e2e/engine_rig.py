@@ -26,7 +26,7 @@ from stemserve.service.constraints.compile_queue import CompileQueue
 from stemserve.service.constraints.compiler import ConstraintCompiler
 from stemserve.service.errors import RequestError
 from stemserve.service.limits import Limits
-from stemserve.service.metrics import Metrics
+from stemserve.service.metrics.call_metrics import Metrics
 from stemserve.service.text.tokenizer import Tokenizer, TokenizerPool
 
 Request = inference_pb2.ScoreRequest | inference_pb2.GenerateRequest

@@ -11,7 +11,7 @@ import numpy as np
 from stemserve.proto.v1 import worker_pb2
 from stemserve.service.batching.batcher import Batcher
 from stemserve.service.batching.explain_plan import ExplainedPlan
-from stemserve.service.metrics import Metrics
+from stemserve.service.metrics.call_metrics import Metrics
 from stemserve.service.request import (
     Event,
     GenerateChunk,

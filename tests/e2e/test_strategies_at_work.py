@@ -14,7 +14,7 @@ from stemserve.kernels.pricing.cost_table_file import shipped_cost_tables
 from stemserve.kernels.registry import strategies
 from stemserve.kernels.strategy import Kernel, Phase
 from stemserve.proto.v1 import inference_pb2, worker_pb2
-from stemserve.service.metric_labels import OP_PATHS, REASONS
+from stemserve.service.metrics.labels import OP_PATHS, REASONS
 from stemserve.worker.choice.reason import Reason
 
 PREFIX_TOKENS = 40

@@ -15,7 +15,7 @@ from tests.service.certificates import Authority, Identity
 
 from stemserve.proto.v1 import inference_pb2
 from stemserve.service.client import Client
-from stemserve.service.config import WorkerConfig
+from stemserve.service.config.server import WorkerConfig
 from stemserve.service.request import WorkerFacts
 from stemserve.service.workers.remote_worker import RemoteWorker
 from stemserve.service.workers.worker_client import WorkerClient, WorkerUnreachable

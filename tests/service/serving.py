@@ -12,14 +12,14 @@ from tests.service.bigram_engine import BigramEngine
 from tokenizers import AddedToken, decoders, models, pre_tokenizers
 from tokenizers import Tokenizer as Encoder
 
-from stemserve.service.access_config import AuthConfig, TenantConfig, TlsConfig
 from stemserve.service.calls.services import SERVICES, Services
 from stemserve.service.client import PLAINTEXT, Access, Client
 from stemserve.service.client.channel import OPTIONS, open_channel
-from stemserve.service.config import ServerConfig
+from stemserve.service.config.access import AuthConfig, TenantConfig, TlsConfig
+from stemserve.service.config.server import ServerConfig
 from stemserve.service.constraints.compile_queue import CompileQueue
 from stemserve.service.limits import Limits
-from stemserve.service.metrics import Metrics
+from stemserve.service.metrics.call_metrics import Metrics
 from stemserve.service.serving import reflection
 from stemserve.service.serving.authentication import authentication
 from stemserve.service.serving.call_gate import CallGate

@@ -6,15 +6,15 @@ from typing import Any
 
 import pytest
 
-from stemserve.service.access_config import (
+from stemserve.service.client import Access
+from stemserve.service.config.access import (
     AuthConfig,
     JwtConfig,
     TenantConfig,
     TlsConfig,
     check_access,
 )
-from stemserve.service.client import Access
-from stemserve.service.config_error import ConfigError
+from stemserve.service.config.error import ConfigError
 
 BY_KEY = AuthConfig(mode="keys")
 TENANTS = {

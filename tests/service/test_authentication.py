@@ -13,11 +13,11 @@ from tests.service.bigram_engine import BigramEngine, random_bigrams
 from tests.service.serving import BYTE_VOCABULARY, Served, serving
 
 from stemserve.proto.v1 import inference_pb2, inference_pb2_grpc, info_pb2, prefixes_pb2
-from stemserve.service.access_config import (
+from stemserve.service.client import Access, Client, ClientError
+from stemserve.service.config.access import (
     AuthConfig,
     TenantConfig,
 )
-from stemserve.service.client import Access, Client, ClientError
 from stemserve.service.limits import Limits
 from stemserve.service.request import NO_TRUNK, stored_sequences
 from stemserve.service.serving.reflection import V1, V1ALPHA

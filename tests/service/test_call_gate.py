@@ -10,7 +10,7 @@ from prometheus_client import CollectorRegistry
 
 from stemserve.proto.v1 import inference_pb2, inference_pb2_grpc
 from stemserve.service.client import Client, ClientError
-from stemserve.service.metrics import Metrics
+from stemserve.service.metrics.call_metrics import Metrics
 from stemserve.service.serving.call_gate import CallGate
 from stemserve.service.serving.call_status import CallStatus
 

@@ -14,7 +14,7 @@ from tests.service.waiting import until
 
 from stemserve.service.client import Client, ClientError
 from stemserve.service.errors import SlowReader
-from stemserve.service.metrics import Metrics
+from stemserve.service.metrics.call_metrics import Metrics
 from stemserve.service.serving import call_status
 from stemserve.service.serving.call_status import CallStatus
 

@@ -5,15 +5,15 @@ from pathlib import Path
 
 import pytest
 
-from stemserve.service.config import (
+from stemserve.service.config.error import ConfigError
+from stemserve.service.config.server import (
     ServerConfig,
     ServiceConfig,
     SpeculationConfig,
     WorkerConfig,
     default_model_cache,
 )
-from stemserve.service.config_error import ConfigError
-from stemserve.service.tracing_config import TracingConfig
+from stemserve.service.config.tracing import TracingConfig
 
 PEM = Path("none.pem")
 

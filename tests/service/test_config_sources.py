@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from stemserve.service.config import ServiceConfig
-from stemserve.service.config_error import ConfigError
-from stemserve.service.config_sources import (
+from stemserve.service.config.error import ConfigError
+from stemserve.service.config.server import ServiceConfig
+from stemserve.service.config.sources import (
     Setting,
     known_keys,
     read_settings,

@@ -18,7 +18,7 @@ from stemserve.service.constraints.constraint import ConstraintFault
 from stemserve.service.constraints.grammar import Source
 from stemserve.service.constraints.kept import KEPT, KEPT_BYTES
 from stemserve.service.errors import InvalidRequest, QueueFull
-from stemserve.service.metrics import Metrics
+from stemserve.service.metrics.call_metrics import Metrics
 from stemserve.service.text.tokenizer import Tokenizer
 
 TENANT = "some"

@@ -17,9 +17,9 @@ from tests.service.certificates import Authority
 from tests.service.serving import BYTE_VOCABULARY, serving
 
 from stemserve.proto.v1 import inference_pb2
-from stemserve.service.access_config import AuthConfig, JwtConfig, TenantConfig, TlsConfig
 from stemserve.service.client import Access, Client, ClientError
-from stemserve.service.config_error import ConfigError
+from stemserve.service.config.access import AuthConfig, JwtConfig, TenantConfig, TlsConfig
+from stemserve.service.config.error import ConfigError
 from stemserve.service.serving.credentials import identification
 from stemserve.service.serving.tls import server_credentials
 from stemserve.service.serving.watched_file import CHECK_S

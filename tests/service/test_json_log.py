@@ -13,9 +13,9 @@ from stemserve.json_log import JsonFormatter
 from stemserve.proto.v1 import inference_pb2
 from stemserve.service.call_facts import log_context
 from stemserve.service.client import Client, ClientError
+from stemserve.service.config.tracing import TracingConfig
 from stemserve.service.serving.call_watch import CallWatch
 from stemserve.service.tracing.tracer import Tracer
-from stemserve.service.tracing_config import TracingConfig
 
 SECRET = "a-text-of-the-user"
 

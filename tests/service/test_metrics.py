@@ -10,11 +10,11 @@ from tests.service.waiting import until
 
 from stemserve.proto.v1 import inference_pb2, worker_pb2
 from stemserve.service.client import ClientError
-from stemserve.service.instruments import BeforeScrape
-from stemserve.service.metrics import Metrics
-from stemserve.service.metrics_page import families, label_values, page
+from stemserve.service.metrics.call_metrics import Metrics
+from stemserve.service.metrics.instruments import BeforeScrape
+from stemserve.service.metrics.page import families, label_values, page
+from stemserve.service.metrics.step_metrics import StepMetrics
 from stemserve.service.request import JobUsage, Load
-from stemserve.service.step_metrics import StepMetrics
 
 PAGE = Path(__file__).resolve().parents[2] / "docs/metrics.md"
 

@@ -11,6 +11,7 @@ from opentelemetry.sdk.trace import ReadableSpan
 from tests.service.certificates import Authority
 from tests.service.otlp_receiver import otlp_receiver, values
 
+from stemserve.service.config.tracing import TracingConfig
 from stemserve.service.tracing.call_trace import CallTrace, StepShare, TracedStep
 from stemserve.service.tracing.otlp_export import OtlpExport, otlp_export
 from stemserve.service.tracing.span_tree import count_spans, spans_of
@@ -21,7 +22,6 @@ from stemserve.service.tracing.trace_context import (
     new_trace_id,
 )
 from stemserve.service.tracing.tracer import Tracer
-from stemserve.service.tracing_config import TracingConfig
 
 EMPTY_PORT = "http://127.0.0.1:9"  # discard: nobody listens
 

@@ -8,11 +8,11 @@ import pytest
 from prometheus_client import CollectorRegistry
 from tests.service.otlp_receiver import otlp_receiver
 
-from stemserve.service.config import ServiceConfig
-from stemserve.service.config_error import ConfigError
-from stemserve.service.metrics import Metrics
+from stemserve.service.config.error import ConfigError
+from stemserve.service.config.server import ServiceConfig
+from stemserve.service.config.tracing import TracingConfig
+from stemserve.service.metrics.call_metrics import Metrics
 from stemserve.service.tracing.tracing import tracing
-from stemserve.service.tracing_config import TracingConfig
 
 ON = ServiceConfig(tracing=TracingConfig(otlp_endpoint="http://127.0.0.1:4317"))
 

@@ -15,7 +15,7 @@ from tests.service.waiting import until
 
 from stemserve.proto.v1 import inference_pb2, inference_pb2_grpc
 from stemserve.service.client import Access, ClientError
-from stemserve.service.config import ServerConfig
+from stemserve.service.config.server import ServerConfig
 from stemserve.service.limits import Limits
 from stemserve.service.serving.server import SPARE_STREAMS
 

@@ -14,12 +14,12 @@ from tests.service.serving import BYTE_VOCABULARY, EOS_ID, Served, byte_tokenize
 from tests.service.waiting import until
 
 from stemserve.proto.v1 import inference_pb2, tries_pb2, tries_pb2_grpc
-from stemserve.service.access_config import AuthConfig, TenantConfig
 from stemserve.service.calls import trie_upload
 from stemserve.service.client import Access, Client, ClientError
 from stemserve.service.client.errors import client_error
 from stemserve.service.client.tries import MESSAGE_SEQUENCES, MESSAGE_TEXT
-from stemserve.service.config import ServerConfig
+from stemserve.service.config.access import AuthConfig, TenantConfig
+from stemserve.service.config.server import ServerConfig
 from stemserve.service.limits import Limits
 
 Upload = tries_pb2.UploadTrieRequest

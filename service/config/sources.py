@@ -10,8 +10,8 @@ from typing import Any, cast
 
 from pydantic import TypeAdapter, ValidationError
 
-from stemserve.service.config import ServiceConfig
-from stemserve.service.config_error import ConfigError
+from stemserve.service.config.error import ConfigError
+from stemserve.service.config.server import ServiceConfig
 
 # Two underscores: Kubernetes gives every pod beside a Service called stemserve variables such as
 # STEMSERVE_PORT, which are not ours.

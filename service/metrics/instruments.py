@@ -6,7 +6,7 @@ from itertools import product
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Metric
 from prometheus_client.registry import Collector
 
-from stemserve.service.metric_labels import OP_PATHS
+from stemserve.service.metrics.labels import OP_PATHS
 
 
 class BeforeScrape(Collector):

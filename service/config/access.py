@@ -9,7 +9,7 @@ from typing import ClassVar, Literal
 
 from pydantic import ConfigDict
 
-from stemserve.service.config_error import ConfigError
+from stemserve.service.config.error import ConfigError
 
 STRICT = ConfigDict(extra="forbid")
 TENANT_NAME = re.compile(r"[a-z0-9][a-z0-9_-]{0,62}")

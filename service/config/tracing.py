@@ -6,7 +6,7 @@ from urllib.parse import urlsplit
 
 from pydantic import ConfigDict
 
-from stemserve.service.config_error import ConfigError
+from stemserve.service.config.error import ConfigError
 
 MOST_STEPS = 10_000
 MOST_SPANS = 10_000_000

@@ -6,8 +6,8 @@ from collections.abc import Callable
 from prometheus_client import CollectorRegistry
 
 from stemserve.proto.v1 import inference_pb2, worker_pb2
-from stemserve.service.instruments import Instruments
-from stemserve.service.metric_labels import (
+from stemserve.service.metrics.instruments import Instruments
+from stemserve.service.metrics.labels import (
     COUNT,
     FALLBACK,
     FALLBACKS,

@@ -4,13 +4,13 @@ from collections.abc import Sequence
 
 from prometheus_client import CollectorRegistry
 
-from stemserve.service.access_config import UNNAMED
 from stemserve.service.affinity import MOVED, OUTCOMES, AffinityLog
 from stemserve.service.call_facts import current_call
 from stemserve.service.caller import current_caller
+from stemserve.service.config.access import UNNAMED
 from stemserve.service.errors import PrefixNotFound, RequestError
-from stemserve.service.instruments import Instruments
-from stemserve.service.metric_labels import (
+from stemserve.service.metrics.instruments import Instruments
+from stemserve.service.metrics.labels import (
     AUTH_FAILURES,
     CODES,
     COMPILE,
@@ -29,8 +29,8 @@ from stemserve.service.metric_labels import (
     TRIE_METHODS,
     TTFT,
 )
+from stemserve.service.metrics.step_metrics import StepMetrics
 from stemserve.service.request import JobTiming, JobUsage, WorkerFacts
-from stemserve.service.step_metrics import StepMetrics
 from stemserve.service.stream_pace import StreamPace
 
 INFERENCE = "stemserve.v1.Inference/"

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from prometheus_client import CollectorRegistry, Metric
 
-from stemserve.service.metrics import Metrics
+from stemserve.service.metrics.call_metrics import Metrics
 from stemserve.service.request import WorkerFacts
 
 BEGIN = "<!-- begin of what `make metrics-docs` writes -->\n"

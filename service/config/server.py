@@ -10,17 +10,17 @@ from typing import Annotated, Any, ClassVar
 from pydantic import BeforeValidator, ConfigDict
 
 from stemserve.json_log import FORMATS as LOG_FORMATS
-from stemserve.service.access_config import (
+from stemserve.service.config.access import (
     STRICT,
     AuthConfig,
     TenantConfig,
     TlsConfig,
     check_access,
 )
-from stemserve.service.config_error import ConfigError
+from stemserve.service.config.error import ConfigError
+from stemserve.service.config.tracing import TracingConfig
 from stemserve.service.default_model import DEFAULT_MODEL
 from stemserve.service.limits import MOST_DRAFT_TOKENS, Limits
-from stemserve.service.tracing_config import TracingConfig
 
 LOAD_FORMATS = ("auto", "dummy")
 DTYPES = ("auto", "float32", "bfloat16", "float16")

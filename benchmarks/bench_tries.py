@@ -20,8 +20,8 @@ from stemserve.service.batching.beam_guides import BeamGuides
 from stemserve.service.batching.step_readouts import StepReadouts
 from stemserve.service.constraints.token_trie import TokenTrie, build_trie
 from stemserve.service.packed_tokens import PackedTokens, offsets
-from stemserve.worker.sampler import Sampler
-from stemserve.worker.sampler_params import decode_masks, decode_sampler
+from stemserve.worker.sampling.params import decode_masks, decode_sampler
+from stemserve.worker.sampling.sampler import Sampler
 from stemserve.worker.steps.reads import Samples
 
 VOCAB = 49_152

@@ -40,7 +40,7 @@ from stemserve.worker.graphs.score_pieces import piece_buckets
 from stemserve.worker.memory.kv_pool import KvPool, KvShape
 from stemserve.worker.models.loader import LoadFormat, load_model
 from stemserve.worker.runner import ModelRunner
-from stemserve.worker.sampler import Sampler
+from stemserve.worker.sampling.sampler import Sampler
 from stemserve.worker.scorer import Scorer, plan_readout
 from stemserve.worker.steps.checks import StepLimits
 from stemserve.worker.steps.step import decode_step

@@ -17,7 +17,7 @@ from stemserve.worker.memory.kv_pool import KvPool
 from stemserve.worker.models.layer_ops import PageWrites
 from stemserve.worker.models.layers import Attend
 from stemserve.worker.models.transformer import Transformer
-from stemserve.worker.sampler import Sampler
+from stemserve.worker.sampling.sampler import Sampler
 from stemserve.worker.scorer import Readout, Scores
 from stemserve.worker.steps.inputs import RowInputs, StepInputs
 from stemserve.worker.steps.kv_writes import KvWrites

@@ -13,7 +13,7 @@ from stemserve.worker.attention import PlannedGroup
 from stemserve.worker.blobs import encode_float32, encode_int32
 from stemserve.worker.choice.dispatch import KERNEL_CODES
 from stemserve.worker.device_clock import DeviceSpan
-from stemserve.worker.sampler import Drawn
+from stemserve.worker.sampling.sampler import Drawn
 from stemserve.worker.scorer import Readout, Scores
 from stemserve.worker.steps.step import Step
 

@@ -15,7 +15,7 @@ from stemserve.worker.device_clock import DeviceClock
 from stemserve.worker.forward import Forward
 from stemserve.worker.memory.kv_pool import KvPool
 from stemserve.worker.result import GroupCost, LaunchedStep, RanStep
-from stemserve.worker.sampler import Sampler
+from stemserve.worker.sampling.sampler import Sampler
 from stemserve.worker.scorer import Scorer, plan_readout
 from stemserve.worker.steps.checks import StepLimits
 from stemserve.worker.steps.step import Step, decode_step

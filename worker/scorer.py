@@ -12,7 +12,7 @@ from torch import Tensor
 from stemserve.kernels.host_array import index_tensor
 from stemserve.worker.models.chunked_gather import LOGIT_BUFFER_BYTES, between, rows_at_once
 from stemserve.worker.models.layer_ops import Gathered
-from stemserve.worker.sampler import Drawn, Sampler
+from stemserve.worker.sampling.sampler import Drawn, Sampler
 from stemserve.worker.steps.reads import Gathers, Samples
 from stemserve.worker.steps.step import Step
 from stemserve.worker.transfer import to_host

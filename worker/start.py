@@ -35,7 +35,7 @@ from stemserve.worker.models.loader import fixed_ops, load_model
 from stemserve.worker.models.transformer import Transformer
 from stemserve.worker.models.weights import Progress
 from stemserve.worker.runner import Decoder, ModelRunner
-from stemserve.worker.sampler import Sampler
+from stemserve.worker.sampling.sampler import Sampler
 from stemserve.worker.scorer import Scorer
 from stemserve.worker.steps.checks import StepLimits
 from stemserve.worker.warm_up import warm_up

@@ -18,7 +18,7 @@ pytest.importorskip("triton")
 from stemserve.kernels.host_array import device_tensor, index_tensor
 from stemserve.kernels.sampling.draw import FASTEST, DrawShape, draw_tokens
 from stemserve.kernels.sampling.slot_tables import SLOT, DrawnTokens, SlotTables
-from stemserve.worker.uniform import uniform
+from stemserve.worker.sampling.uniform import uniform
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 CPU = torch.device("cpu")

@@ -11,7 +11,7 @@ from stemserve.worker.choice.dispatch import Dispatcher
 from stemserve.worker.forward import Forward, Model
 from stemserve.worker.memory.kv_pool import KvPool
 from stemserve.worker.runner import ModelRunner
-from stemserve.worker.sampler import Sampler
+from stemserve.worker.sampling.sampler import Sampler
 from stemserve.worker.scorer import Heads, Scorer
 
 

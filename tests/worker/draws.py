@@ -10,8 +10,8 @@ from torch import Tensor
 
 from stemserve.kernels.layout import int32
 from stemserve.proto.v1 import worker_pb2
-from stemserve.worker.sampler import Drawn, Sampler
-from stemserve.worker.sampler_params import TokenMask, decode_masks, decode_sampler
+from stemserve.worker.sampling.params import TokenMask, decode_masks, decode_sampler
+from stemserve.worker.sampling.sampler import Drawn, Sampler
 from stemserve.worker.steps.reads import Samples
 
 B28 = [2.0, 1.0, 0.0, -1.0]

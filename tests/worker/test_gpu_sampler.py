@@ -10,8 +10,8 @@ from stemserve.kernels.host_array import device_tensor
 from stemserve.kernels.layout import int32
 from stemserve.proto.v1 import worker_pb2
 from stemserve.worker.blobs import encode_float32
-from stemserve.worker.sampler import Drawn, Sampler
-from stemserve.worker.sampler_params import decode_masks, decode_sampler
+from stemserve.worker.sampling.params import decode_masks, decode_sampler
+from stemserve.worker.sampling.sampler import Drawn, Sampler
 from stemserve.worker.steps.reads import Samples
 
 

@@ -15,9 +15,9 @@ from stemserve.kernels.host_array import device_tensor
 from stemserve.kernels.layout import int32
 from stemserve.proto.v1 import worker_pb2
 from stemserve.worker.blobs import BadPlan, encode_float32
-from stemserve.worker.penalties import Penalties
-from stemserve.worker.sampler import Drawn, Sampler
-from stemserve.worker.sampler_params import decode_sampler
+from stemserve.worker.sampling.params import decode_sampler
+from stemserve.worker.sampling.penalties import Penalties
+from stemserve.worker.sampling.sampler import Drawn, Sampler
 from stemserve.worker.steps.reads import Samples
 from stemserve.worker.steps.step import decode_step
 

@@ -21,7 +21,7 @@ from stemserve.worker.memory.kv_pool import KvPool, KvShape
 from stemserve.worker.models.loader import LoadFormat, load_model
 from stemserve.worker.models.transformer import Transformer
 from stemserve.worker.runner import ModelRunner
-from stemserve.worker.sampler import Sampler
+from stemserve.worker.sampling.sampler import Sampler
 from stemserve.worker.scorer import Scorer
 from stemserve.worker.steps.checks import StepLimits
 

@@ -8,8 +8,8 @@ from tests.worker.tiny_model import CPU
 
 from stemserve.kernels.host_array import device_tensor
 from stemserve.worker.blobs import BadPlan
-from stemserve.worker.sampler import Sampler
-from stemserve.worker.sampler_params import decode_sampler
+from stemserve.worker.sampling.params import decode_sampler
+from stemserve.worker.sampling.sampler import Sampler
 
 VOCAB = 50
 

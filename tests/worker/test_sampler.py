@@ -10,7 +10,7 @@ from tests.worker.tiny_model import CPU
 from stemserve.kernels.host_array import device_tensor
 from stemserve.proto.v1 import worker_pb2
 from stemserve.worker.blobs import encode_float32
-from stemserve.worker.uniform import uniform
+from stemserve.worker.sampling.uniform import uniform
 
 
 def random_params(rng: np.random.Generator) -> worker_pb2.Sampler:

@@ -9,8 +9,8 @@ from tests.worker.tiny_model import CPU
 
 from stemserve.kernels.layout import int32
 from stemserve.worker.blobs import BadPlan, encode_float32
-from stemserve.worker.sampler import Sampler
-from stemserve.worker.sampler_params import decode_sampler
+from stemserve.worker.sampling.params import decode_sampler
+from stemserve.worker.sampling.sampler import Sampler
 from stemserve.worker.steps.reads import Samples
 from stemserve.worker.steps.step import decode_step
 

@@ -14,7 +14,7 @@ from stemserve.kernels.host_array import device_tensor
 from stemserve.proto.v1 import worker_pb2
 from stemserve.worker.models.chunked_gather import ChunkedGather, rows_at_once
 from stemserve.worker.models.layer_ops import Gathered
-from stemserve.worker.sampler import Sampler
+from stemserve.worker.sampling.sampler import Sampler
 from stemserve.worker.scorer import Scorer, Scores, plan_readout
 from stemserve.worker.steps.step import Step, decode_step
 

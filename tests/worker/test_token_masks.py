@@ -8,8 +8,8 @@ from tests.worker.plans import LIMITS
 from tests.worker.tiny_model import CPU
 
 from stemserve.worker.blobs import BadPlan
-from stemserve.worker.sampler import Sampler
-from stemserve.worker.sampler_params import decode_sampler
+from stemserve.worker.sampling.params import decode_sampler
+from stemserve.worker.sampling.sampler import Sampler
 from stemserve.worker.steps.step import decode_step
 
 

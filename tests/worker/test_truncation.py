@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from stemserve.kernels.host_array import device_tensor
-from stemserve.worker.truncation import largest
+from stemserve.worker.sampling.truncation import largest
 
 CPU = torch.device("cpu")
 

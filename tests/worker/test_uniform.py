@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from stemserve.worker.uniform import philox, uniform
+from stemserve.worker.sampling.uniform import philox, uniform
 
 ONES = 0xFFFFFFFF
 

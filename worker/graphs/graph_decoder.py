@@ -21,7 +21,7 @@ from stemserve.worker.graphs.decode_report import group_costs
 from stemserve.worker.graphs.padded_burst import PaddedBurst, padded_burst
 from stemserve.worker.memory.kv_pool import KvPool
 from stemserve.worker.result import GroupCost, RanStep
-from stemserve.worker.sampler import Drawn, Sampler
+from stemserve.worker.sampling.sampler import Drawn, Sampler
 from stemserve.worker.scorer import Readout, Scorer, Scores, plan_readout
 from stemserve.worker.steps.step import DECODE, Step
 from stemserve.worker.transfer import to_host

@@ -16,7 +16,7 @@ from stemserve.worker.graphs.start_graphs import run_captures
 from stemserve.worker.memory.kv_pool import KvPool
 from stemserve.worker.models.transformer import Transformer
 from stemserve.worker.runner import Decoder, ModelRunner
-from stemserve.worker.sampler import Sampler
+from stemserve.worker.sampling.sampler import Sampler
 from stemserve.worker.scorer import Scorer
 from stemserve.worker.steps.checks import StepLimits
 

@@ -8,7 +8,7 @@ import numpy as np
 from stemserve.kernels.layout import AttentionLayout, Int32
 from stemserve.proto.v1 import worker_pb2
 from stemserve.worker.blobs import BadPlan, decode_int32
-from stemserve.worker.sampler_params import SamplerParams, TokenMask, decode_masks, decode_sampler
+from stemserve.worker.sampling.params import SamplerParams, TokenMask, decode_masks, decode_sampler
 from stemserve.worker.steps.burst import (
     check_burst_rows,
     decode_row_steps,

@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 
 from stemserve.kernels.host_array import device_tensor
-from stemserve.worker.logit_edits import unpacked
-from stemserve.worker.sampler_params import TokenMask
-from stemserve.worker.truncation import largest
+from stemserve.worker.sampling.logit_edits import unpacked
+from stemserve.worker.sampling.params import TokenMask
+from stemserve.worker.sampling.truncation import largest
 
 Tops = tuple[Tensor, Tensor]  # [rows, count] int64 and float32, likeliest first
 

@@ -9,8 +9,8 @@ from torch import Tensor
 
 from stemserve.kernels.host_array import device_tensor, index_tensor
 from stemserve.kernels.layout import Int32
-from stemserve.worker.penalties import Penalties
-from stemserve.worker.sampler_params import SamplerParams, TokenMask, UInt8
+from stemserve.worker.sampling.params import SamplerParams, TokenMask, UInt8
+from stemserve.worker.sampling.penalties import Penalties
 
 
 class LogitEdits:

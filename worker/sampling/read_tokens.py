@@ -9,9 +9,9 @@ from torch import Tensor
 
 from stemserve.kernels.host_array import device_tensor, index_tensor
 from stemserve.kernels.layout import Int32
-from stemserve.worker.masked_tops import masked_tops
-from stemserve.worker.sampler_params import SamplerParams, TokenMask
-from stemserve.worker.truncation import largest
+from stemserve.worker.sampling.masked_tops import masked_tops
+from stemserve.worker.sampling.params import SamplerParams, TokenMask
+from stemserve.worker.sampling.truncation import largest
 
 
 class ReadTokens:

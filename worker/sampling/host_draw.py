@@ -10,8 +10,8 @@ from torch import Tensor
 from stemserve.kernels.host_array import device_tensor
 from stemserve.kernels.layout import Int32
 from stemserve.kernels.sampling.slot_tables import GREEDY_TEMPERATURE, DrawnTokens
-from stemserve.worker.truncation import Truncation, truncate
-from stemserve.worker.uniform import uniform
+from stemserve.worker.sampling.truncation import Truncation, truncate
+from stemserve.worker.sampling.uniform import uniform
 
 Params = NDArray[Any]  # SLOT
 _CPU = torch.device("cpu")

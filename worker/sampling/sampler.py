@@ -19,10 +19,10 @@ from stemserve.kernels.sampling.slot_tables import (
     SlotTables,
 )
 from stemserve.worker.blobs import BadPlan
-from stemserve.worker.host_draw import draw_on_host
-from stemserve.worker.logit_edits import LogitEdits
-from stemserve.worker.read_tokens import ReadTokens
-from stemserve.worker.sampler_params import SamplerParams, TokenMask
+from stemserve.worker.sampling.host_draw import draw_on_host
+from stemserve.worker.sampling.logit_edits import LogitEdits
+from stemserve.worker.sampling.params import SamplerParams, TokenMask
+from stemserve.worker.sampling.read_tokens import ReadTokens
 from stemserve.worker.steps.reads import Samples
 from stemserve.worker.steps.step import Step
 from stemserve.worker.transfer import to_host

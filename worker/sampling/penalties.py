@@ -11,7 +11,7 @@ from torch import Tensor
 
 from stemserve.kernels.host_array import device_tensor, index_tensor
 from stemserve.kernels.layout import Int32
-from stemserve.worker.sampler_params import SamplerParams
+from stemserve.worker.sampling.params import SamplerParams
 
 FEWEST_COLUMNS = 256
 

@@ -8,7 +8,7 @@ import triton.language as tl
 NO_SCORE = tl.constexpr(-1e30)  # finite, so that a difference of two is no NaN
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["columns"])  # of any plan
 def merge_rows(
     parts,  # [merged rows, columns] rows of outs; -1: none
     outs,  # [rows, HEADS, DIM]

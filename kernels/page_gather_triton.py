@@ -10,7 +10,7 @@ from stemserve.kernels.token_sources import EMPTY as _EMPTY_SOURCE
 _EMPTY = tl.constexpr(_EMPTY_SOURCE)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["count"])  # of any step
 def gather_tokens(
     sources,  # [count] slot of the pool; -1 - row; EMPTY
     k_slots,  # [slots, WIDTH]

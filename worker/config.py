@@ -275,7 +275,7 @@ def _add_kernels(parser: argparse.ArgumentParser) -> None:
         type=share,
         default=0.0,
         metavar="PART",
-        help="of the steps, after which an idle worker times the next best attention strategy too "
+        help="of the steps, after which an idle worker on a CPU times the next best attention too "
         "(default: %(default)s, never)",
     )
     group.add_argument(

@@ -9,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 
 import grpc
+import torch
 
 from stemserve.json_log import log_to_stderr
 from stemserve.proto.v1 import worker_pb2_grpc
@@ -16,6 +17,7 @@ from stemserve.worker.calibrate import calibrate
 from stemserve.worker.capacity.command import capacity
 from stemserve.worker.choice.probed_runner import ProbedRunner
 from stemserve.worker.config import PROGRAM, ConfigError, WorkerConfig, parse_config
+from stemserve.worker.garbage import GarbageClock, leave_out_what_lives
 from stemserve.worker.health import WorkerHealth, health_port
 from stemserve.worker.late_compiles import LateCompiles
 from stemserve.worker.lifetime import Lifetime, Stopped
@@ -25,6 +27,7 @@ from stemserve.worker.servicer import WorkerServicer
 from stemserve.worker.stall_clock import StallClock
 from stemserve.worker.start import Parts, make_parts
 from stemserve.worker.step_thread import StepThread
+from stemserve.worker.steps.slow_launches import WatchedRunner
 
 log = logging.getLogger("stemserve.worker")
 
@@ -87,6 +90,7 @@ def _run(config: WorkerConfig, lifetime: Lifetime, clock: StallClock, health: Wo
     lifetime.check()
     if facts.device == "cuda":
         LateCompiles().watch()
+    leave_out_what_lives()
     with _serving(parts, config, lifetime, clock):
         log.info("serving on %s", config.listen)
         health.set_serving(True)
@@ -134,10 +138,14 @@ def _serving(
 
 
 def _step_thread(parts: Parts, lifetime: Lifetime, clock: StallClock) -> StepThread:
-    if parts.prober is None:
-        return StepThread(parts.runner, lifetime.lose_device, clock=clock)
-    runner = ProbedRunner(parts.runner, parts.prober)
-    return StepThread(runner, lifetime.lose_device, clock=clock, prober=parts.prober)
+    runner, prober = parts.runner, parts.prober
+    if not runner.uses_gpu:  # where a launch is the step
+        stepped = runner if prober is None else ProbedRunner(runner, prober)
+        return StepThread(stepped, lifetime.lose_device, clock=clock, prober=prober)
+    garbage = GarbageClock()
+    garbage.watch()
+    watched = WatchedRunner(runner, torch.device("cuda"), garbage)
+    return StepThread(watched, lifetime.lose_device, clock=clock)
 
 
 def _bind(server: grpc.Server, config: WorkerConfig) -> None:

@@ -14,7 +14,7 @@ from stemserve.kernels.registry import StrategySet, deterministic_set, strategy_
 from stemserve.proto.v1 import worker_pb2
 from stemserve.worker.choice.costs import device_costs
 from stemserve.worker.choice.dispatch import Dispatcher
-from stemserve.worker.choice.probe import Prober
+from stemserve.worker.choice.probe import Prober, make_prober
 from stemserve.worker.config import ConfigError, WorkerConfig
 from stemserve.worker.device_choice import page_dtype, pick_device, pick_dtype
 from stemserve.worker.forward import Forward
@@ -89,9 +89,8 @@ def make_parts(config: WorkerConfig, progress: Progress, check: Callable[[], Non
         capture_pieces(engine.forward, engine.runner(), model, limits, check, exact=exact)
     if memory is not None:
         memory.report(kv=shape.total_bytes, graphs=held_bytes(device) - before)
-    prober = None
-    if rate := config.kernel_probe_rate:
-        prober = Prober(engine.dispatcher, engine.pool, heads, model.dtype, rate=rate)
+    rate = config.kernel_probe_rate
+    prober = make_prober(engine.dispatcher, engine.pool, heads, model.dtype, rate=rate)
     return Parts(runner=runner, facts=_facts(config, model, shape, costs), prober=prober)
 
 

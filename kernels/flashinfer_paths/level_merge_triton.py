@@ -9,7 +9,7 @@ LN2 = tl.constexpr(0.6931471805599453)
 NO_SCORE = tl.constexpr(-1e30)  # finite, so that a difference of two is no NaN
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["pairs"])  # of any step
 def merge_levels(
     targets,  # [rows] row of the result
     outs,  # [levels, rows, heads, DIM]

@@ -45,14 +45,23 @@ class _Work:
     tables: SlotTables
     shape: DrawShape
     drawn: DrawnTokens
-    parts: Tensor  # [3, rows, blocks] float32: largest logits, sums, sums at the temperature
+    # [rows, blocks] float32 each: largest logits, sums, sums at the temperature
+    parts: tuple[Tensor, Tensor, Tensor]
     wide: Tensor  # [rows] int32: how a row is still to be drawn
     state: Tensor  # [rows, STATE] int32
     arrived: Tensor  # [rows] int32: programs of a row that are done
 
     @property
     def sizes(self) -> tuple[int, int, int]:
-        return self.logits.stride(0), self.logits.shape[1], self.parts.shape[2]
+        return self.logits.stride(0), self.logits.shape[1], self.blocks
+
+    @property
+    def rows(self) -> int:
+        return self.logits.shape[0]
+
+    @property
+    def blocks(self) -> int:
+        return self.parts[0].shape[1]
 
     @property
     def table(self) -> Tensor:
@@ -60,7 +69,7 @@ class _Work:
 
     @property
     def pad(self) -> int:
-        return power_of_2(self.parts.shape[2])
+        return power_of_2(self.blocks)
 
 
 def draw_tokens(
@@ -74,22 +83,20 @@ def draw_tokens(
     rows, vocab = logits.shape
     if logits.dtype != torch.float32 or logits.stride(1) != 1:
         raise ValueError("logits must be float32, those of a row side by side")
-    progress = logits.new_empty(rows * (2 + STATE), dtype=torch.int32)
+    blocks = -(-vocab // shape.width)
+    new = logits.new_empty
+    # None is a part of another: it would start anywhere, and kernels be compiled for that.
     work = _Work(
         logits=logits,
         slots=slots,
         index=index,
         tables=tables,
         shape=shape,
-        drawn=DrawnTokens(
-            logits.new_empty(rows, dtype=torch.int64),
-            logits.new_empty(rows),
-            logits.new_empty(rows, dtype=torch.bool),
-        ),
-        parts=logits.new_empty((3, rows, -(-vocab // shape.width))),
-        wide=progress[:rows],
-        arrived=progress[rows : 2 * rows],
-        state=progress[2 * rows :],
+        drawn=DrawnTokens(new(rows, dtype=torch.int64), new(rows), new(rows, dtype=torch.bool)),
+        parts=(new((rows, blocks)), new((rows, blocks)), new((rows, blocks))),
+        wide=new(rows, dtype=torch.int32),
+        arrived=new(rows, dtype=torch.int32),
+        state=new((rows, STATE), dtype=torch.int32),
     )
     if rows:
         _draw_few(work)
@@ -99,8 +106,8 @@ def draw_tokens(
 
 def _draw_few(work: _Work) -> None:
     """Rows whose allowed tokens are few, and those that allow every token."""
-    shape, (_, rows, blocks) = work.shape, work.parts.shape
-    KERNELS.block_kernel[(-(-blocks // shape.blocks), rows)](
+    shape, rows = work.shape, work.rows
+    KERNELS.block_kernel[(-(-work.blocks // shape.blocks), rows)](
         work.logits,
         work.slots,
         work.table,
@@ -118,7 +125,7 @@ def _draw_few(work: _Work) -> None:
         work.table,
         work.tables.last_token,
         *work.parts,
-        work.parts.new_empty((rows, shape.picks), dtype=torch.int32),
+        work.logits.new_empty((rows, shape.picks), dtype=torch.int32),
         work.wide,
         work.state,
         work.arrived,
@@ -135,11 +142,11 @@ def _draw_few(work: _Work) -> None:
 
 def _draw_wide(work: _Work) -> None:
     """The other rows; programs of rows that are done end at once."""
-    shape, (_, rows, _) = work.shape, work.parts.shape
+    shape, rows = work.shape, work.rows
     programs = -(-work.logits.shape[1] // shape.scan)
     tiles = power_of_2(programs)
     room = max(shape.room, shape.candidates // tiles)
-    new = work.parts.new_empty
+    new = work.logits.new_empty
     partial = new((rows, 4, tiles), dtype=torch.float64)
     listed = new((2, rows, tiles, room), dtype=torch.int32)
     WIDE_KERNELS.scan_kernel[(programs, rows)](

@@ -201,7 +201,9 @@ def serve(
     ] = True,
     kernel_probe_rate: Annotated[
         float,
-        _worker("Share of steps after which an idle worker times the next best attention too."),
+        _worker(
+            "Share of steps after which an idle worker (CPU) times the next best attention too."
+        ),
     ] = _DEFAULTS.worker.kernel_probe_rate,
     cost_table: Annotated[
         Path | None, _worker("Costs of attention that stemserve calibrate measured.")

@@ -17,8 +17,9 @@ from stemserve.kernels.layout import HeadShape
 from stemserve.kernels.pricing.engine_cost import BlockEngine
 from stemserve.kernels.strategy import TORCH, Kernel
 from stemserve.proto.v1 import worker_pb2
-from stemserve.worker.choice.probe import Prober
+from stemserve.worker.choice.probe import Prober, make_prober
 from stemserve.worker.choice.probed_runner import ProbedRunner
+from stemserve.worker.memory.kv_pool import KvPool
 from stemserve.worker.step_thread import Outcome, StepThread
 
 HEADS = HeadShape(query_heads=4, kv_heads=2, head_dim=8, scale=8**-0.5)
@@ -191,3 +192,16 @@ def test_a_fault_of_a_probe_harms_no_step(
         wait(lambda: "a probe failed" in caplog.text)
         result = answers(thread, plans[1])
     assert not result.error and not result.probes
+
+
+def test_on_a_gpu_nobody_probes_and_the_log_says_so(
+    folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    tiny = make_runner(folder)
+    dispatcher = tiny.runner._dispatcher  # pyright: ignore[reportPrivateUsage]
+    elsewhere = KvPool(tiny.pool.shape, torch.device("meta"))
+    assert make_prober(dispatcher, elsewhere, HEADS, torch.float32, rate=0.0) is None
+    assert not caplog.records
+    assert make_prober(dispatcher, elsewhere, HEADS, torch.float32, rate=0.5) is None
+    assert "--kernel-probe-rate 0.5 is ignored" in caplog.text
+    assert make_prober(dispatcher, tiny.pool, HEADS, torch.float32, rate=0.5) is not None

@@ -4,6 +4,7 @@ strategy that was predicted to be the next best: what the choice really cost.
 Nothing of a request changes: a probe reads pages, and has random rows and results of its own.
 """
 
+import logging
 import time
 from collections.abc import Sequence
 
@@ -19,6 +20,8 @@ from stemserve.worker.choice.dispatch import KERNEL_CODES, Choice, Dispatcher
 from stemserve.worker.choice.reason import Reason
 from stemserve.worker.memory.budget import give_back, is_shortage
 from stemserve.worker.memory.kv_pool import KvPool
+
+log = logging.getLogger(__name__)
 
 MOST_S = 0.02  # that a probe may keep a plan waiting, by the predictions
 LONGEST_S = 0.1  # then it is given up
@@ -132,3 +135,16 @@ class Prober:
         size = (rows, heads, self._heads.head_dim)
         numbers = torch.randn(size, generator=self._numbers, device=self._pool.device)
         return numbers.to(self._dtype)
+
+
+def make_prober(
+    dispatcher: Dispatcher, pool: KvPool, heads: HeadShape, dtype: torch.dtype, *, rate: float
+) -> Prober | None:
+    """None: steps are not probed."""
+    if not rate:
+        return None
+    if pool.device.type != "cpu":
+        # There steps are launched by whoever brings them: no thread waits that could probe.
+        log.warning("--kernel-probe-rate %g is ignored: only a worker on a CPU probes", rate)
+        return None
+    return Prober(dispatcher, pool, heads, dtype, rate=rate)

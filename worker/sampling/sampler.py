@@ -208,8 +208,12 @@ class Sampler:
         # Here, so that a host without a GPU does without Triton.
         from stemserve.kernels.sampling.draw import draw_tokens
 
-        where = device_tensor(np.stack((slots, index)).astype(np.int64), self._device)
-        return draw_tokens(logits, self.tables, where[0], where[1])
+        # One copy; both begin at multiples of 16 bytes, as those of captured steps do.
+        count = len(slots)
+        where = np.zeros((2, count + count % 2), np.int64)
+        where[:, :count] = slots, index
+        on_device = device_tensor(where, self._device)[:, :count]
+        return draw_tokens(logits, self.tables, on_device[0], on_device[1])
 
     def _check_counts(self, step: Step) -> None:
         unknown = self._edits.penalties.unknown(step.samples.slots, step.samples.index)

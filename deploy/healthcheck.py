@@ -1,4 +1,4 @@
-"""Exit with 0 if the server on this machine would take a call: `healthcheck.py [PORT]`."""
+"""Exit with 0 if a server would take a call: `healthcheck.py [[HOST:]PORT]`, by default here."""
 
 import sys
 
@@ -6,13 +6,15 @@ import grpc
 from grpc_health.v1.health_pb2 import HealthCheckRequest, HealthCheckResponse
 from grpc_health.v1.health_pb2_grpc import HealthStub
 
-HEALTH_PORT = 50052
+HERE = "127.0.0.1"
+HEALTH_PORT = "50052"
 TIMEOUT_S = 4.0
 
 
-def main(port: int) -> None:
+def main(address: str) -> None:
+    host, _, port = address.rpartition(":")
     request = HealthCheckRequest(service="stemserve.v1.Inference")
-    with grpc.insecure_channel(f"127.0.0.1:{port}") as channel:
+    with grpc.insecure_channel(f"{host or HERE}:{port}") as channel:
         try:
             status = HealthStub(channel).Check(request, timeout=TIMEOUT_S).status
         except grpc.RpcError as error:
@@ -22,4 +24,4 @@ def main(port: int) -> None:
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]) if len(sys.argv) > 1 else HEALTH_PORT)
+    main(sys.argv[1] if len(sys.argv) > 1 else HEALTH_PORT)

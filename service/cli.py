@@ -2,6 +2,7 @@
 
 import typer
 
+from stemserve.service import quiet_grpc as quiet_grpc  # first
 from stemserve.service.commands import prefixes as cli_prefixes
 from stemserve.service.commands import tries as cli_tries
 from stemserve.service.commands.bench import bench

@@ -40,9 +40,17 @@ NO_TRUST_ADVICE = (
     "--ca names who signed the server's certificate; a server that demands one of callers needs "
     "--certificate and --private-key; one without TLS none of them"
 )
+# What a caller over TLS finds in the answer of a plaintext port.
+NO_TLS = "WRONG_VERSION_NUMBER"
+NO_TLS_ADVICE = (
+    "no TLS on that port: leave out --tls, --ca, --certificate and --private-key, and unset "
+    "STEMSERVE_TLS, STEMSERVE_CA, STEMSERVE_CERTIFICATE and STEMSERVE_PRIVATE_KEY"
+)
 
 
 def fail_call(error: ClientError, server: str) -> NoReturn:
+    if NO_TLS in error.message:
+        fail(f"{server}: {error.code.name}: {NO_TLS_ADVICE}")
     advice = ADVICE.get(error.code)
     if any(words in error.message for words in OTHER_PORTS):
         advice = OTHER_PORT_ADVICE

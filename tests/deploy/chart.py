@@ -113,9 +113,19 @@ MATRIX: Mapping[str, Values] = {
         },
         "monitoring": {"podMonitor": {"enabled": True}},
     },
-    "hpa": {"autoscaling": {"kind": "hpa", "max": 6}, "workload": "Deployment"},
+    "hpa": {
+        "autoscaling": {"kind": "hpa", "max": 6, "kvUtilization": 0.8},
+        "workload": "Deployment",
+        "router": {"autoscaling": {"enabled": True, "max": 3}},
+        "gpu": {"resourceClaimTemplate": "one-gpu"},
+        "model": {"source": "image", "image": f"models/qwen@sha256:{HASH}", "path": "m.gguf"},
+    },
     "keda and monitoring": {
-        "autoscaling": {"kind": "keda", "prometheusAddress": "http://prometheus:9090"},
+        "autoscaling": {
+            "kind": "keda",
+            "prometheusAddress": "http://prometheus:9090",
+            "kvUtilization": 0.85,
+        },
         "monitoring": {
             "podMonitor": {"enabled": True, "labels": {"release": "prometheus"}},
             "prometheusRule": {"enabled": True},

@@ -140,6 +140,21 @@ def test_a_gpu_is_a_limit_and_a_cpu_server_asks_for_none() -> None:
     assert set(limits) == {"memory"}
 
 
+def test_a_gpu_may_be_a_claim() -> None:
+    objects = render(MATRIX["hpa"])
+    claim = {"name": "gpu", "resourceClaimTemplateName": "one-gpu"}
+    assert servers(objects)["spec"]["template"]["spec"]["resourceClaims"] == [claim]
+    resources = container(objects)["resources"]
+    assert resources["claims"] == [{"name": "gpu"}] and set(resources["limits"]) == {"memory"}
+
+
+def test_weights_may_be_an_image() -> None:
+    objects = render(MATRIX["hpa"])
+    volumes = servers(objects)["spec"]["template"]["spec"]["volumes"]
+    image = {"reference": MATRIX["hpa"]["model"]["image"], "pullPolicy": "IfNotPresent"}
+    assert {"name": "models", "image": image} in volumes
+
+
 def test_a_router_stands_before_the_servers_unless_it_is_off() -> None:
     routed = render({})
     service = the(routed, "Service")
@@ -193,6 +208,34 @@ def test_scaling_follows_queued_tokens_and_goes_down_slowly() -> None:
     assert trigger["query"].startswith("sum(stemserve_waiting_tokens{")
     assert trigger["ignoreNullValues"] == "false"
     assert trigger["threshold"] == "50000"
+
+
+def test_a_full_cache_may_be_a_second_signal() -> None:
+    tokens, cache = the(render(MATRIX["keda and monitoring"]), "ScaledObject")["spec"]["triggers"]
+    assert cache["metricType"] == "Value" and "metricType" not in tokens
+    assert cache["metadata"]["query"].startswith("max(stemserve_kv_utilization_ratio{")
+    assert cache["metadata"]["threshold"] == "0.85"
+    scaler = the(render(MATRIX["hpa"]), "HorizontalPodAutoscaler")["spec"]
+    names = [metric["pods"]["metric"]["name"] for metric in scaler["metrics"]]
+    assert names == ["stemserve_waiting_tokens", "stemserve_kv_utilization_ratio"]
+    assert scaler["metrics"][1]["pods"]["target"]["averageValue"] == "800m"
+    assert (
+        len(
+            the(render({"autoscaling": {"kind": "hpa"}}), "HorizontalPodAutoscaler")["spec"][
+                "metrics"
+            ]
+        )
+        == 1
+    )
+
+
+def test_the_router_may_scale_with_its_processors() -> None:
+    objects = render(MATRIX["hpa"])
+    scaler = the(objects, "HorizontalPodAutoscaler", "x-stemserve-router")["spec"]
+    assert (scaler["minReplicas"], scaler["maxReplicas"]) == (2, 3)
+    assert scaler["scaleTargetRef"]["name"] == "x-stemserve-router"
+    assert "replicas" not in the(objects, "Deployment", "x-stemserve-router")["spec"]
+    assert the(render({}), "Deployment", "x-stemserve-router")["spec"]["replicas"] == 2
 
 
 def test_servers_may_reach_out_only_for_a_model_and_with_traces() -> None:

@@ -2,6 +2,7 @@
 
 import shutil
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -13,7 +14,7 @@ import pytest
 from cryptography import x509
 from grpc_health.v1.health_pb2 import HealthCheckRequest, HealthCheckResponse
 from grpc_health.v1.health_pb2_grpc import HealthStub
-from tests.deploy.chart import MATRIX, render, templates
+from tests.deploy.chart import MATRIX, ROOT, render, templates, the
 from tests.deploy.pod_rig import Names, Outside, Pod, place
 from tests.deploy.test_live_prometheus import free_port
 from tests.e2e.conftest import start_server, stemserve_command
@@ -109,14 +110,16 @@ def group(
 
 
 @pytest.fixture(scope="module")
-def rpc_port(group: Group, start_server: Callable[..., tuple[object, dict[str, int]]]) -> int:
-    """Of the leader, once both serve."""
+def ports(
+    group: Group, start_server: Callable[..., tuple[object, dict[str, int]]]
+) -> dict[str, int]:
+    """Of the leader, once both serve: rpc, health and metrics."""
     group.start_worker()
     assert group.leader.words[0] == "serve"
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("grpc_proxy", group.names.url)
         _, ports = start_server(*group.leader.words[1:])
-    return ports["rpc"]
+    return ports
 
 
 def health(port: int, service: str) -> str:
@@ -150,28 +153,28 @@ def prefix_context(prefix: str) -> inference_pb2.Context:
 
 
 async def test_the_pair_scores_and_a_new_worker_takes_the_place_of_a_killed_one(
-    group: Group, rpc_port: int
+    group: Group, ports: dict[str, int]
 ) -> None:
-    async with Client(f"127.0.0.1:{rpc_port}") as client:
+    async with Client(f"127.0.0.1:{ports['rpc']}") as client:
         await client.register(prefixes_pb2.RegisterRequest(prefix_id="p", text="a prefix"))
-    before = await scores(rpc_port, "p")
+    before = await scores(ports["rpc"], "p")
     assert group.names.asked == {WORKER}
     group.kill_worker()
-    wait_for(rpc_port, "stemserve.v1.Inference", "NOT_SERVING")
-    assert health(rpc_port, "liveness") == "SERVING"
+    wait_for(ports["health"], "stemserve.v1.Inference", "NOT_SERVING")
+    assert health(ports["health"], "liveness") == "SERVING"
     group.start_worker()
-    wait_for(rpc_port, "stemserve.v1.Inference", "SERVING")
-    assert await scores(rpc_port, "p") == before  # the leader still knows the prefix
+    wait_for(ports["health"], "stemserve.v1.Inference", "SERVING")
+    assert await scores(ports["rpc"], "p") == before  # the leader still knows the prefix
 
 
-def test_probes_of_the_worker_are_answered(group: Group, rpc_port: int) -> None:
+def test_probes_of_the_worker_are_answered(group: Group, ports: dict[str, int]) -> None:
     for service in ("", "stemserve.v1.Worker", "liveness"):
         wait_for(group.health_port, service, "SERVING")
     assert health(group.health_port, "stemserve.v1.Inference") == "NOT_FOUND"
 
 
 def test_the_leader_takes_no_worker_of_another_name(
-    group: Group, rpc_port: int, monkeypatch: pytest.MonkeyPatch
+    group: Group, ports: dict[str, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("grpc_proxy", group.names.url)
     config = group.worker_config()
@@ -191,3 +194,22 @@ def test_the_leader_takes_no_worker_of_another_name(
         describe(REFUSED_S)
     group.certify(mounted, f"*.{GROUP}.ns.svc")
     assert describe(PATIENCE_S) == 64
+
+
+def test_helm_test_asks_for_health_and_metrics(ports: dict[str, int]) -> None:
+    test = the(render(MATRIX["groups"]), "Pod", "x-stemserve-test")
+    commands = [part["command"] for part in test["spec"]["containers"] if "command" in part]
+    servers = "x-stemserve-servers.ns.svc"
+
+    def run(command: list[str], ports: dict[str, int]) -> int:
+        here = {f"{servers}:50052": ports["health"], f"{servers}:9400": ports["metrics"]}
+        words = [word.replace("/opt/stemserve", str(ROOT / "deploy")) for word in command]
+        for name, port in here.items():
+            words = [word.replace(name, f"127.0.0.1:{port}") for word in words]
+        assert words[0] == "python" and servers not in str(words)
+        return subprocess.run([sys.executable, *words[1:]], capture_output=True).returncode
+
+    wait_for(ports["health"], "stemserve.v1.Inference", "SERVING")
+    assert [run(command, ports) for command in commands] == [0, 0]
+    nobody = {"health": free_port(), "metrics": ports["health"]}
+    assert all(run(command, nobody) for command in commands)

@@ -15,13 +15,14 @@ from tests.deploy.chart import ROOT
 SERVICE = "stemserve.v1.Inference"
 
 
-def check(port: int) -> subprocess.CompletedProcess[str]:
-    command: list[str | Path] = [sys.executable, ROOT / "deploy" / "healthcheck.py", str(port)]
+def check(address: str) -> subprocess.CompletedProcess[str]:
+    command: list[str | Path] = [sys.executable, ROOT / "deploy" / "healthcheck.py", address]
     return subprocess.run(command, capture_output=True, text=True)
 
 
+@pytest.mark.parametrize("host", ["", "localhost:"])
 @pytest.mark.parametrize("status", ["SERVING", "NOT_SERVING"])
-def test_the_check_fails_unless_calls_are_taken(status: str) -> None:
+def test_the_check_fails_unless_calls_are_taken(status: str, host: str) -> None:
     servicer = health.HealthServicer()
     servicer.set(SERVICE, HealthCheckResponse.ServingStatus.Value(status))
     server = grpc.server(ThreadPoolExecutor(2))
@@ -30,9 +31,9 @@ def test_the_check_fails_unless_calls_are_taken(status: str) -> None:
     port = server.add_insecure_port("127.0.0.1:0")
     server.start()
     try:
-        done = check(port)
+        done = check(f"{host}{port}")
     finally:
         server.stop(None).wait()
     assert done.returncode == (0 if status == "SERVING" else 1)
     assert done.stderr.strip() == ("" if status == "SERVING" else status)
-    assert check(port).returncode == 1  # nobody listens
+    assert check(f"{host}{port}").returncode == 1  # nobody listens

@@ -1,7 +1,10 @@
 """What all commands of the CLI have in common: help, wrong options, refusals, no server."""
 
+from pathlib import Path
+
 import pytest
 from tests.e2e.cli_runs import Run
+from tests.service.certificates import Authority
 
 
 @pytest.mark.parametrize(
@@ -52,3 +55,14 @@ def test_help_of_capacity_has_the_options_of_the_process_that_predicts(run: Run)
     shown = run("capacity", "--help").stdout
     for option in ("--model", "--prefix-tokens", "--hit-rate", "--latency-ms"):
         assert option in shown
+
+
+@pytest.mark.parametrize("option", ["--tls", "--ca"])
+def test_tls_at_a_plaintext_port_is_one_line_that_says_what_to_do(
+    option: str, run_process: Run, address: str, tmp_path: Path
+) -> None:
+    options = [option] if option == "--tls" else [option, Authority(tmp_path).certificate]
+    done = run_process(*options, "score", "--server", address, "--query", "a", "--item", "b")
+    assert done.returncode == 1
+    (line,) = done.stderr.splitlines()
+    assert line.startswith(f"stemserve: {address}: UNAVAILABLE: no TLS on that port")

@@ -37,6 +37,9 @@
 {{- if and (eq $v.model.source "hostPath") (not $v.model.hostPath) -}}
 {{- fail "model.source hostPath needs model.hostPath" -}}
 {{- end -}}
+{{- if and (eq $v.model.source "image") (not $v.model.image) -}}
+{{- fail "model.source image needs model.image" -}}
+{{- end -}}
 {{- if and (eq $v.model.source "download") (not $v.model.download.files) -}}
 {{- fail "model.source download needs model.download.files" -}}
 {{- end -}}
@@ -47,6 +50,9 @@
 {{- if $v.tls.secretName -}}
 {{- fail "router.mode inferencePool needs servers without tls.secretName: the gateway ends TLS and speaks plain HTTP/2 to them" -}}
 {{- end -}}
+{{- end -}}
+{{- if and $v.router.autoscaling.enabled (gt ($v.router.replicas | int) ($v.router.autoscaling.max | int)) -}}
+{{- fail "router.replicas is more than router.autoscaling.max" -}}
 {{- end -}}
 {{- if gt ($v.autoscaling.min | int) ($v.autoscaling.max | int) -}}
 {{- fail "autoscaling.min is more than autoscaling.max" -}}

@@ -13,6 +13,7 @@ metadata:
 spec:
   {{- include "stemserve.podRules" (list . (include "stemserve.workerLabels" .) $placed) | nindent 2 }}
   terminationGracePeriodSeconds: 30
+  {{- include "stemserve.claims" . | nindent 2 }}
   {{- include "stemserve.fetchModel" . | nindent 2 }}
   containers:
     - name: worker

@@ -33,6 +33,11 @@ app.kubernetes.io/component: router
 app.kubernetes.io/component: worker
 {{- end -}}
 
+{{- define "stemserve.testLabels" -}}
+{{ include "stemserve.instance" . }}
+app.kubernetes.io/component: test
+{{- end -}}
+
 {{- define "stemserve.labels" -}}
 {{ include "stemserve.instance" . }}
 app.kubernetes.io/version: {{ .Chart.AppVersion | quote }}

@@ -16,6 +16,7 @@ metadata:
 spec:
   {{- include "stemserve.podRules" (list . (include "stemserve.serverLabels" .) $placed) | nindent 2 }}
   terminationGracePeriodSeconds: {{ $v.terminationGracePeriodSeconds | int }}
+  {{- if not (include "stemserve.hasGroups" .) }}{{ include "stemserve.claims" . | nindent 2 }}{{ end }}
   {{- include "stemserve.fetchModel" . | nindent 2 }}
   containers:
     - name: stemserve
@@ -131,9 +132,17 @@ initContainers:
 {{- with .Values.env }}{{ toYaml . | nindent 0 }}{{ end }}
 {{- end -}}
 
+{{- define "stemserve.claims" -}}
+{{- if and .Values.gpu.resourceClaimTemplate (gt (.Values.gpu.count | int) 0) }}
+resourceClaims: [{name: gpu, resourceClaimTemplateName: {{ .Values.gpu.resourceClaimTemplate }}}]
+{{- end }}
+{{- end -}}
+
 {{- define "stemserve.resources" -}}
 {{- $resources := deepCopy .Values.resources -}}
-{{- if gt (.Values.gpu.count | int) 0 -}}
+{{- if and .Values.gpu.resourceClaimTemplate (gt (.Values.gpu.count | int) 0) -}}
+{{- $_ := set $resources "claims" (list (dict "name" "gpu")) -}}
+{{- else if gt (.Values.gpu.count | int) 0 -}}
 {{- $gpu := dict .Values.gpu.resource (.Values.gpu.count | int) -}}
 {{- $_ := set $resources "limits" (merge $gpu (default dict $resources.limits)) -}}
 {{- end -}}
@@ -173,6 +182,9 @@ initContainers:
 {{- if eq $v.model.source "hostPath" }}
 - name: models
   hostPath: {path: {{ $v.model.hostPath }}, type: Directory}
+{{- else if eq $v.model.source "image" }}
+- name: models
+  image: {reference: {{ $v.model.image | quote }}, pullPolicy: {{ $v.image.pullPolicy }}}
 {{- else if ne $v.model.source "default" }}
 - name: models
   {{- if $v.model.existingClaim }}

@@ -129,6 +129,7 @@ def _parser(program: str) -> argparse.ArgumentParser:
     )
     _add_model(parser)
     _add_cache(parser)
+    _add_limits(parser)
     _add_kernels(parser)
     add_tls(parser)
     add_health(parser)
@@ -196,7 +197,7 @@ def _add_model(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_cache(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("KV cache and limits")
+    group = parser.add_argument_group("KV cache")
     size = group.add_mutually_exclusive_group()
     size.add_argument("--kv-pages", type=positive, metavar="N", help="pages of the KV cache")
     size.add_argument(
@@ -227,6 +228,10 @@ def _add_cache(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="tokens of a page (default: %(default)s)",
     )
+
+
+def _add_limits(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("limits")
     group.add_argument(
         "--max-step-tokens",
         type=positive,

@@ -94,21 +94,19 @@ async def serving(
     tenants = tenants or {}
     metrics = Metrics(registry, tuple(tenants))
     config = server_config or ServerConfig()
-    guard = authentication(auth or AuthConfig(), tenants, metrics)
     weights = {name: tenant.weight for name, tenant in tenants.items()}
     gate = CallGate(max_calls=limits.max_concurrent_calls, weights=weights)
     gate.open()
     server = grpc.aio.server(
         interceptors=[
             CallStatus(metrics, default_deadline_s=config.default_deadline_s, watch=watch),
-            *guard,
+            *authentication(auth or AuthConfig(), tenants, metrics),
             gate,
         ],
         options=transport_options(config, limits),
     )
     server.add_generic_rpc_handlers(reflection.handlers(SERVICES))
     server.add_generic_rpc_handlers((Health(SERVICES, note_serving=metrics.ready).handler(),))
-    credentials = server_credentials(tls or TlsConfig())
     with ThreadPoolExecutor(1) as executor:
         services = Services(
             engine,
@@ -121,20 +119,29 @@ async def serving(
             watch=watch,
         )
         services.add_to(server)
-        keeping = asyncio.create_task(services.keep())
-        address = "127.0.0.1:0"
-        if credentials is None:
-            port = server.add_insecure_port(address)
-        else:
-            port = server.add_secure_port(address, credentials)
-        target = f"localhost:{port}"
-        await server.start()
         async with (
+            _started(server, services, tls or TlsConfig()) as target,
             Client(target, access=access) as client,
             open_channel(target, access, OPTIONS) as channel,
         ):
             yield Served(
                 target=target, client=client, channel=channel, engine=engine, registry=registry
             )
-        keeping.cancel()
-        await server.stop(None)
+
+
+@asynccontextmanager
+async def _started(
+    server: grpc.aio.Server, services: Services, tls: TlsConfig
+) -> AsyncGenerator[str, None]:
+    """Yields the address that clients name."""
+    keeping = asyncio.create_task(services.keep())
+    credentials = server_credentials(tls)
+    address = "127.0.0.1:0"
+    if credentials is None:
+        port = server.add_insecure_port(address)
+    else:
+        port = server.add_secure_port(address, credentials)
+    await server.start()
+    yield f"localhost:{port}"
+    keeping.cancel()
+    await server.stop(None)

@@ -90,24 +90,9 @@ def decode_sampler(message: worker_pb2.Sampler, *, slots: int, vocab_size: int) 
     where = f"sampler of slot {message.slot}"
     if message.slot >= slots:
         raise BadPlan(f"{where}: the worker has {slots} slots")
-    bias_ids = _token_ids(f"{where}: bias_ids", message.bias_ids, vocab_size)
-    bias_values = decode_float32(f"{where}: bias_values", message.bias_values)
-    if len(bias_ids) != len(bias_values):
-        raise BadPlan(f"{where}: {len(bias_ids)} bias_ids but {len(bias_values)} bias_values")
-    if np.isnan(bias_values).any() or (bias_values == np.inf).any():
-        raise BadPlan(f"{where}: a bias must not be NaN or +inf")
-    if not (math.isfinite(message.temperature) and message.temperature >= 0):
-        raise BadPlan(f"{where}: temperature {message.temperature} is not a number >= 0")
-    if not 0 <= message.top_p <= 1:
-        raise BadPlan(f"{where}: top_p {message.top_p} is not in [0, 1]")
-    if not 0 <= message.min_p <= 1:
-        raise BadPlan(f"{where}: min_p {message.min_p} is not in [0, 1]")
-    if message.top_logprobs > vocab_size:
-        raise BadPlan(f"{where}: top_logprobs {message.top_logprobs} is above {vocab_size}")
-    if message.reads_only and message.logprob_ids:
-        raise BadPlan(f"{where}: reads_only and logprob_ids exclude each other")
-    if message.reads_only and not message.top_logprobs:
-        raise BadPlan(f"{where}: reads_only without top_logprobs reads nothing")
+    bias_ids, bias_values = _biases(where, message, vocab_size)
+    _check_shape(where, message)
+    _check_reads(where, message, vocab_size)
     _check_penalties(where, message)
     return SamplerParams(
         slot=message.slot,
@@ -135,6 +120,37 @@ def decode_sampler(message: worker_pb2.Sampler, *, slots: int, vocab_size: int) 
         logprob_ids=_token_ids(f"{where}: logprob_ids", message.logprob_ids, vocab_size),
         reads_only=message.reads_only,
     )
+
+
+def _biases(
+    where: str, message: worker_pb2.Sampler, vocab_size: int
+) -> tuple[Int32, Float32]:  # token ids, and what is added to the logit of each
+    ids = _token_ids(f"{where}: bias_ids", message.bias_ids, vocab_size)
+    values = decode_float32(f"{where}: bias_values", message.bias_values)
+    if len(ids) != len(values):
+        raise BadPlan(f"{where}: {len(ids)} bias_ids but {len(values)} bias_values")
+    if np.isnan(values).any() or (values == np.inf).any():
+        raise BadPlan(f"{where}: a bias must not be NaN or +inf")
+    return ids, values
+
+
+def _check_shape(where: str, message: worker_pb2.Sampler) -> None:
+    """Of the distribution that is drawn from."""
+    if not (math.isfinite(message.temperature) and message.temperature >= 0):
+        raise BadPlan(f"{where}: temperature {message.temperature} is not a number >= 0")
+    if not 0 <= message.top_p <= 1:
+        raise BadPlan(f"{where}: top_p {message.top_p} is not in [0, 1]")
+    if not 0 <= message.min_p <= 1:
+        raise BadPlan(f"{where}: min_p {message.min_p} is not in [0, 1]")
+
+
+def _check_reads(where: str, message: worker_pb2.Sampler, vocab_size: int) -> None:
+    if message.top_logprobs > vocab_size:
+        raise BadPlan(f"{where}: top_logprobs {message.top_logprobs} is above {vocab_size}")
+    if message.reads_only and message.logprob_ids:
+        raise BadPlan(f"{where}: reads_only and logprob_ids exclude each other")
+    if message.reads_only and not message.top_logprobs:
+        raise BadPlan(f"{where}: reads_only without top_logprobs reads nothing")
 
 
 def _check_penalties(where: str, message: worker_pb2.Sampler) -> None:

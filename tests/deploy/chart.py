@@ -72,12 +72,17 @@ MATRIX: Mapping[str, Values] = {
         },
         "tenants": {"search": {}},
     },
+    "gateway": {"router": {"mode": "gateway"}, "gateway": {"name": "gate"}, "replicas": 2},
     "inference pool": {
         "router": {"mode": "inferencePool"},
         "replicas": 3,
         "inferencePool": {
             "endpointPicker": {"service": "picker"},
-            "gateway": {"name": "gate", "namespace": "gates", "sectionName": "grpc"},
+        },
+        "gateway": {
+            "name": "gate",
+            "namespace": "gates",
+            "sectionName": "grpc",
             "hostnames": ["scorer.example"],
         },
     },

@@ -27,6 +27,7 @@ CUSTOM = {
     "PrometheusRule",
     "InferencePool",
     "GRPCRoute",
+    "BackendTrafficPolicy",
     "LeaderWorkerSet",
     "Certificate",
 }  # their schemas are the operators'

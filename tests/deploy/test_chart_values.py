@@ -41,6 +41,10 @@ REFUSED: Mapping[str, tuple[Values, str]] = {
         {"auth": {"mode": "mtls"}, "tenants": {"a": {}},
          "tls": {"secretName": "s", "demandClientCertificate": True}}, "router.mode none"),
     "certificates for nobody": ({"certificates": {"issuer": {"name": "a"}}}, "tls.secretName"),
+    "no gateway": ({"router": {"mode": "gateway"}}, "gateway.name"),
+    "gateway before TLS": (
+        {"router": {"mode": "gateway"}, "gateway": {"name": "a"}, "tls": {"secretName": "b"}},
+        "tls.secretName"),
     "volume without a claim": ({"model": {"source": "pvc"}}, "existingClaim"),
     "keda without an address": ({"autoscaling": {"kind": "keda"}}, "prometheusAddress"),
     "weights of no image": ({"model": {"source": "image"}}, "model.image"),

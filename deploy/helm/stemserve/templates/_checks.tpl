@@ -43,12 +43,15 @@
 {{- if and (eq $v.model.source "download") (not $v.model.download.files) -}}
 {{- fail "model.source download needs model.download.files" -}}
 {{- end -}}
+{{- if and (eq $v.router.mode "gateway") (not $v.gateway.name) -}}
+{{- fail "router.mode gateway needs gateway.name" -}}
+{{- end -}}
+{{- if and $v.tls.secretName (has $v.router.mode (list "gateway" "inferencePool")) -}}
+{{- fail (printf "router.mode %s needs servers without tls.secretName: the gateway ends TLS and speaks plain HTTP/2 to them" $v.router.mode) -}}
+{{- end -}}
 {{- if eq $v.router.mode "inferencePool" -}}
 {{- if not $v.inferencePool.endpointPicker.service -}}
 {{- fail "router.mode inferencePool needs inferencePool.endpointPicker.service" -}}
-{{- end -}}
-{{- if $v.tls.secretName -}}
-{{- fail "router.mode inferencePool needs servers without tls.secretName: the gateway ends TLS and speaks plain HTTP/2 to them" -}}
 {{- end -}}
 {{- end -}}
 {{- if and $v.router.autoscaling.enabled (gt ($v.router.replicas | int) ($v.router.autoscaling.max | int)) -}}

@@ -140,51 +140,81 @@ def _draw_few(work: _Work) -> None:
     )
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Tiles:
+    """What the launches for the other rows share."""
+
+    programs: int  # of a row
+    tiles: int  # as many, as a power of two
+    room: int  # for candidates of a tile
+    partial: Tensor  # [rows, 4, tiles] float64
+    listed: Tensor  # [2, rows, tiles, room] int32
+
+
 def _draw_wide(work: _Work) -> None:
     """The other rows; programs of rows that are done end at once."""
-    shape, rows = work.shape, work.rows
-    programs = -(-work.logits.shape[1] // shape.scan)
+    programs = -(-work.logits.shape[1] // work.shape.scan)
     tiles = power_of_2(programs)
-    room = max(shape.room, shape.candidates // tiles)
+    room = max(work.shape.room, work.shape.candidates // tiles)
     new = work.logits.new_empty
-    partial = new((rows, 4, tiles), dtype=torch.float64)
-    listed = new((2, rows, tiles, room), dtype=torch.int32)
-    WIDE_KERNELS.scan_kernel[(programs, rows)](
+    shared = _Tiles(
+        programs=programs,
+        tiles=tiles,
+        room=room,
+        partial=new((work.rows, 4, tiles), dtype=torch.float64),
+        listed=new((2, work.rows, tiles, room), dtype=torch.int32),
+    )
+    _scan(work, shared)
+    _settle(work, shared)
+    _weigh(work, shared)
+
+
+def _scan(work: _Work, shared: _Tiles) -> None:
+    """What of each tile lies above and between the bounds of `state`, and which tokens those are."""
+    WIDE_KERNELS.scan_kernel[(shared.programs, work.rows)](
         work.logits,
         work.slots,
         work.table,
         work.parts[0],
         work.wide,
         work.state,
-        partial,
-        *listed,
+        shared.partial,
+        *shared.listed,
         *work.sizes,
         PAD=work.pad,
-        SCAN=shape.scan,
-        TILES=tiles,
-        ROOM=room,
-        num_warps=shape.warps,
+        SCAN=work.shape.scan,
+        TILES=shared.tiles,
+        ROOM=shared.room,
+        num_warps=work.shape.warps,
     )
-    WIDE_KERNELS.settle_kernel[(rows,)](
+
+
+def _settle(work: _Work, shared: _Tiles) -> None:
+    """From which logit on tokens of a row may come, and up to which id at it: into `state`."""
+    WIDE_KERNELS.settle_kernel[(work.rows,)](
         work.logits,
         work.slots,
         work.table,
         *work.parts,
         work.wide,
         work.state,
-        partial,
-        *listed,
-        new((rows, tiles), dtype=torch.int32),
+        shared.partial,
+        *shared.listed,
+        work.logits.new_empty((work.rows, shared.tiles), dtype=torch.int32),
         *work.sizes,
-        programs,
+        shared.programs,
         PAD=work.pad,
-        WIDTH=shape.width,
-        TILES=tiles,
-        ROOM=room,
-        TILE=shape.candidates,
-        num_warps=shape.warps,
+        WIDTH=work.shape.width,
+        TILES=shared.tiles,
+        ROOM=shared.room,
+        TILE=work.shape.candidates,
+        num_warps=work.shape.warps,
     )
-    WIDE_KERNELS.weigh_kernel[(programs, rows)](
+
+
+def _weigh(work: _Work, shared: _Tiles) -> None:
+    """What may come of each tile; the last program of a row draws from the sums."""
+    WIDE_KERNELS.weigh_kernel[(shared.programs, work.rows)](
         work.logits,
         work.slots,
         work.index,
@@ -194,12 +224,12 @@ def _draw_wide(work: _Work) -> None:
         work.wide,
         work.state,
         work.arrived,
-        new((rows, tiles), dtype=torch.float64),
+        work.logits.new_empty((work.rows, shared.tiles), dtype=torch.float64),
         *work.drawn,
         *work.sizes,
         PAD=work.pad,
-        WIDTH=shape.width,
-        SCAN=shape.scan,
-        TILES=tiles,
-        num_warps=shape.warps,
+        WIDTH=work.shape.width,
+        SCAN=work.shape.scan,
+        TILES=shared.tiles,
+        num_warps=work.shape.warps,
     )

@@ -170,7 +170,7 @@ def _draw_wide(work: _Work) -> None:
 
 
 def _scan(work: _Work, shared: _Tiles) -> None:
-    """What of each tile lies above and between the bounds of `state`, and which tokens those are."""
+    """What of each tile lies above and between the bounds of `state`, and its tokens there."""
     WIDE_KERNELS.scan_kernel[(shared.programs, work.rows)](
         work.logits,
         work.slots,

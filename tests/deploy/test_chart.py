@@ -281,6 +281,12 @@ def test_rules_and_dashboards_are_the_ones_of_the_repository() -> None:
     rules, *dashboards = held_here
     groups = the(objects, "PrometheusRule")["spec"]["groups"]
     assert groups == yaml.safe_load(rules.read_text())["groups"]
+    served = {"prometheusRule": {"enabled": True, "runbooks": "https://wiki/pages/"}}
+    (first, *_) = the(render({"monitoring": served}), "PrometheusRule")["spec"]["groups"][1][
+        "rules"
+    ]
+    url = f"https://wiki/pages/{first['alert']}.md"
+    assert first["annotations"]["runbook_url"] == url
     data = the(objects, "ConfigMap", "x-stemserve-dashboards")["data"]
     assert {name: json.loads(text) for name, text in data.items()} == {
         file.name: json.loads(file.read_text()) for file in dashboards

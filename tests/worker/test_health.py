@@ -1,9 +1,11 @@
 """Health of a worker alone: ready once it serves, alive while its steps end."""
 
+import re
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import grpc
@@ -12,7 +14,7 @@ from grpc_health.v1.health_pb2 import HealthCheckRequest, HealthCheckResponse
 from grpc_health.v1.health_pb2_grpc import HealthStub
 
 from stemserve.proto.v1 import worker_pb2
-from stemserve.worker.config import ConfigError
+from stemserve.worker.config import ConfigError, parse_config
 from stemserve.worker.health import WorkerHealth, health_port
 from stemserve.worker.stall_clock import StallClock
 from stemserve.worker.step_thread import StepThread
@@ -132,3 +134,30 @@ def test_an_address_in_use_is_an_error_that_names_the_flag(rig: Rig) -> None:
     ):
         pass
     first.stop(None).wait()
+
+
+@pytest.mark.parametrize(
+    ("flags", "problem"),
+    [
+        (
+            ["--health-listen", "unix:/tmp/h.sock"],
+            "--health-listen 'unix:/tmp/h.sock' is not host:",
+        ),
+        (["--health-listen", "50052"], "--health-listen '50052' is not host:port"),
+    ],
+)
+def test_an_address_that_no_probe_reaches_is_refused(
+    flags: list[str], problem: str, tmp_path: Path
+) -> None:
+    with pytest.raises(ConfigError, match=re.escape(problem)):
+        parse_config(["--model", str(tmp_path), "--listen", "127.0.0.1:1", *flags])
+
+
+@pytest.mark.parametrize("seconds", ["0", "-1", "inf", "nan", "soon"])
+def test_a_step_timeout_that_is_none_is_refused(
+    seconds: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["--model", str(tmp_path), "--listen", "127.0.0.1:1", f"--step-timeout={seconds}"]
+    with pytest.raises(SystemExit):
+        parse_config(words)
+    assert "number of seconds above 0" in capsys.readouterr().err

@@ -133,6 +133,11 @@ def _parser(program: str) -> argparse.ArgumentParser:
     _add_kernels(parser)
     add_tls(parser)
     add_health(parser)
+    _add_process(parser)
+    return parser
+
+
+def _add_process(parser: argparse.ArgumentParser) -> None:
     process = parser.add_argument_group("process")
     process.add_argument(
         "--listen",
@@ -161,7 +166,6 @@ def _parser(program: str) -> argparse.ArgumentParser:
         metavar="FD",
         help="inherited pipe; the worker ends when its other end closes",
     )
-    return parser
 
 
 def _add_model(parser: argparse.ArgumentParser) -> None:

@@ -68,6 +68,11 @@ class BurstRows(NamedTuple):
         return BurstRows(*(part[:rows] for part in self))
 
 
+class StepDraws(NamedTuple):
+    tokens: Tensor  # [rows] int64
+    logprobs: Tensor  # [rows] float32
+
+
 def advance(
     inputs: Tensor,  # int32, `shape`
     shape: BurstShape,
@@ -92,8 +97,7 @@ def advance(
 
 def record(
     inputs: Tensor,  # int32
-    tokens: Tensor,  # [rows] int64
-    logprobs: Tensor,  # [rows] float32
+    draws: StepDraws,
     sample_slots: Tensor,  # [rows] int64, no two the same but a spare one
     last_token: Tensor,  # [slots] int64, written
     results: Tensor,  # [steps, RESULTS, rows] int32, written
@@ -102,12 +106,11 @@ def record(
     """What the step drew, into the slots and into the results."""
     KERNELS.record_kernel[(1,)](
         inputs,
-        tokens,
-        logprobs,
+        *draws,
         sample_slots,
         last_token,
         results,
-        len(tokens),
+        len(draws.tokens),
         vocab,
         BLOCK=BLOCK,
         num_warps=4,

@@ -12,6 +12,7 @@ from stemserve.kernels.fused.burst import (
     RESULTS,
     BurstRows,
     BurstShape,
+    StepDraws,
     advance,
     record,
 )
@@ -76,7 +77,7 @@ def test_what_a_step_draws_is_kept(rows: int) -> None:
         logprobs = device_tensor(-rng.random(rows).astype(np.float32), DEVICE)
         logprobs[0] = [torch.nan, torch.inf, -0.5][step]
         tokens[-1] = 10 * VOCAB if step == 1 else tokens[-1]  # of logits that are not finite
-        record(inputs, tokens, logprobs, now.sample_slots, last, results, VOCAB)
+        record(inputs, StepDraws(tokens, logprobs), now.sample_slots, last, results, VOCAB)
         kept = tokens.clamp_max(VOCAB - 1)
         assert torch.equal(results[step, 0].long(), kept)
         assert torch.equal(results[step, 1], logprobs.view(torch.int32))

@@ -13,7 +13,7 @@ from stemserve.kernels.codec.decode import CodecDecode, DecodePlan
 from stemserve.kernels.codec.growth import Growth
 from stemserve.kernels.codec.host_tables import HostTables
 from stemserve.kernels.codec.tiles import TILE_ROWS
-from stemserve.kernels.fused.burst import RESULTS, BurstRows, advance, record
+from stemserve.kernels.fused.burst import RESULTS, BurstRows, StepDraws, advance, record
 from stemserve.kernels.sampling.draw import draw_tokens
 from stemserve.kernels.sampling.slot_tables import SlotTables
 from stemserve.worker.graphs.capture import Capture
@@ -106,20 +106,19 @@ class DecodeGraph:
         self.hidden.copy_(hidden)
 
     def _take_likeliest(self) -> None:
-        self._record(*self._parts.model.likeliest(self.hidden))
+        self._record(StepDraws(*self._parts.model.likeliest(self.hidden)))
 
     def _draw(self) -> None:
         parts, rows = self._parts, self._rows
         logits = parts.model.logits(self.hidden)
         drawn = draw_tokens(logits, parts.slots, rows.sample_slots, rows.sample_index)
-        self._record(drawn.tokens, drawn.logprobs)
+        self._record(StepDraws(drawn.tokens, drawn.logprobs))
 
-    def _record(self, tokens: Tensor, logprobs: Tensor) -> None:
+    def _record(self, draws: StepDraws) -> None:
         parts = self._parts
         record(
             parts.inputs,
-            tokens,
-            logprobs,
+            draws,
             self._rows.sample_slots,
             parts.slots.last_token,
             self.results,

@@ -3,9 +3,10 @@
     PYTHONPATH=benchmarks python benchmarks/bench_beams.py [--threads N] [--output FILE]
 
 Ours is a server, called through gRPC with the prompt cached: the seconds of a search of 25 tokens
-less those of a search of 1, a token. The peer gets a KV cache of the prompt that is already as wide
-as its beams; its seconds are those from one step's logits to the next's, the median of 4. Both take
-turns. Sequences must be equal and scores agree, or no speed is reported.
+less those of a search of 1, a token; wall time at the client, and what server and worker take of a
+CPU. The peer gets a KV cache of the prompt that is already as wide as its beams, one that grows and
+one with room for the new tokens; its seconds are those from one step's logits to the next's, the
+median of 4. All take turns. Sequences must be equal and scores agree, or no speed is reported.
 """
 
 import argparse
@@ -14,10 +15,11 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import report
@@ -25,18 +27,19 @@ import torch
 from bench_cpu import MODELS
 from peer_model import hugging_face_folder
 from peer_transformers import TransformersPeer
+from transformers import DynamicCache, StaticCache
 from workloads import Int32, random_tokens
 
 from stemserve.proto.v1 import inference_pb2
-from stemserve.service.bench.server_process import serving
-from stemserve.service.client import Client, GenerateStep, token_blob
+from stemserve.service.bench.server_process import RunningServer, running_server
+from stemserve.service.client import Client, token_blob
 from stemserve.service.default_model import fetch_default
 
 PROMPT_TOKENS = 4096
 WIDTH = 8
 NEW_TOKENS = 25
 PEER_TOKENS = 5
-ROUNDS = 2
+OURS, GROWING, PREALLOCATED = "stemserve", "transformers", "transformers_preallocated"
 AGREEMENT = 1e-3  # of scores: sums of log-probabilities over random ids
 Found = list[tuple[list[int], float]]
 
@@ -51,12 +54,32 @@ def search(prompt: Int32, tokens: int) -> inference_pb2.GenerateRequest:
     )
 
 
-async def ours(client: Client, prompt: Int32, tokens: int) -> tuple[Found, float]:
-    started = time.perf_counter()
-    steps: list[GenerateStep] = [step async for step in client.generate(search(prompt, tokens))]
-    seconds = time.perf_counter() - started
-    (answer,) = steps
-    return [(list(news.token_ids), news.score or 0.0) for news in answer.news], seconds
+class Seconds(NamedTuple):
+    """Of a step."""
+
+    wall: float
+    cpu: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ours:
+    client: Client
+    server: RunningServer
+    prompt: Int32
+
+    async def search(self, tokens: int) -> tuple[Found, Seconds]:
+        """The best sequences, and seconds of the whole call."""
+        wall, cpu = time.perf_counter(), self.server.cpu_seconds
+        found = self.client.generate(search(self.prompt, tokens))
+        (answer,) = [step async for step in found]
+        seconds = Seconds(time.perf_counter() - wall, self.server.cpu_seconds - cpu)
+        return [(list(news.token_ids), news.score or 0.0) for news in answer.news], seconds
+
+    async def step(self) -> Seconds:
+        _, first = await self.search(1)
+        _, whole = await self.search(NEW_TOKENS)
+        steps = NEW_TOKENS - 1
+        return Seconds((whole.wall - first.wall) / steps, (whole.cpu - first.cpu) / steps)
 
 
 class Peer:
@@ -65,20 +88,25 @@ class Peer:
         self._cache = self._peer.prefill(prompt[:-1])
         self._ids = torch.tensor(prompt.tolist())[None]
 
-    def search(self) -> tuple[Found, float]:
-        """The best sequences, and seconds a step."""
-        times: list[float] = []
+    def search(self, *, grows: bool) -> tuple[Found, Seconds]:
+        """The best sequences, and seconds a step; `grows`: the cache, with each step."""
+        times: list[Seconds] = []
 
         def note(_: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-            times.append(time.perf_counter())
+            times.append(Seconds(time.perf_counter(), time.process_time()))
             return scores
 
+        peer, prompt = self._peer, self._cache
+        if grows:
+            cache: DynamicCache | StaticCache = peer.repeated(prompt, batch=WIDTH)
+        else:
+            cache = peer.preallocated(prompt, batch=WIDTH, room=PEER_TOKENS + 1)
         model: Any = self._peer.model
         with torch.inference_mode():
             found = model.generate(
                 self._ids,
                 attention_mask=torch.ones_like(self._ids),
-                cache=self._peer.repeated(self._cache, batch=WIDTH),
+                cache=cache,
                 logits_processor=[note],
                 num_beams=WIDTH,
                 num_return_sequences=WIDTH,
@@ -91,7 +119,8 @@ class Peer:
                 output_scores=True,
             )
         tokens = found.sequences[:, self._ids.shape[1] :].tolist()
-        seconds = median(after - before for before, after in pairwise(times))
+        gaps = [(b.wall - a.wall, b.cpu - a.cpu) for a, b in pairwise(times)]
+        seconds = Seconds(*(median(column) for column in zip(*gaps, strict=True)))
         return list(zip(tokens, found.sequences_scores.tolist(), strict=True)), seconds
 
 
@@ -105,26 +134,39 @@ def check(found: Sequence[tuple[list[int], float]], peers: Found) -> float:
     return lead
 
 
-async def measure(address: str, peer: Peer, prompt: Int32) -> dict[str, Any]:
-    our_seconds, peer_seconds, leads = list[float](), list[float](), list[float]()
-    async with Client(address) as client:
-        await ours(client, prompt, 1)  # the prompt is cached from here on
-        for number in range(ROUNDS):
-            _, first = await ours(client, prompt, 1)
-            _, whole = await ours(client, prompt, NEW_TOKENS)
-            our_seconds.append((whole - first) / (NEW_TOKENS - 1))
-            found, _ = await ours(client, prompt, PEER_TOKENS)
-            peers, seconds = peer.search()
-            peer_seconds.append(seconds)
-            leads.append(check(found, peers))
-            print(f"round {number}: {our_seconds[-1]:.4f} s, peer {seconds:.4f} s", file=sys.stderr)
+async def measure(server: RunningServer, peer: Peer, prompt: Int32, rounds: int) -> dict[str, Any]:
+    seconds: dict[str, list[Seconds]] = {name: [] for name in (OURS, GROWING, PREALLOCATED)}
+    leads = list[float]()
+    async with Client(server.address) as client:
+        us = Ours(client=client, server=server, prompt=prompt)
+        await us.search(1)  # the prompt is cached from here on
+        for number in range(rounds):
+            seconds[OURS].append(await us.step())
+            found, _ = await us.search(PEER_TOKENS)
+            for name in (GROWING, PREALLOCATED):
+                peers, taken = peer.search(grows=name == GROWING)
+                seconds[name].append(taken)
+                leads.append(check(found, peers))
+            print(f"round {number}: { ({k: v[-1] for k, v in seconds.items()}) }", file=sys.stderr)
+    medians = {
+        name: Seconds(*(median(column) for column in zip(*each, strict=True)))
+        for name, each in seconds.items()
+    }
     return {
         "prompt_tokens": PROMPT_TOKENS,
         "width": WIDTH,
-        "seconds_per_step": {"stemserve": our_seconds, "transformers": peer_seconds},
-        "beam_step_vs_transformers": round(median(peer_seconds) / median(our_seconds), 2),
+        "seconds_per_step": {
+            name: {"wall": [each.wall for each in all_], "cpu": [each.cpu for each in all_]}
+            for name, all_ in seconds.items()
+        },
+        "beam_step_vs_transformers": _ratios(medians[GROWING], medians[OURS]),
+        "beam_step_vs_transformers_preallocated": _ratios(medians[PREALLOCATED], medians[OURS]),
         "largest_score_difference": max(leads),
     }
+
+
+def _ratios(theirs: Seconds, ours: Seconds) -> dict[str, float]:
+    return {"wall": round(theirs.wall / ours.wall, 2), "cpu": round(theirs.cpu / ours.cpu, 2)}
 
 
 def main() -> None:
@@ -132,6 +174,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--threads", type=int, default=2, help="of ours and of the peer")
+    parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--seed", type=int, default=0, help="of the prompt's tokens")
     parser.add_argument("--model", type=Path, help="GGUF file (default: fetched once)")
     parser.add_argument("--output", type=Path, metavar="FILE")
@@ -141,10 +184,10 @@ def main() -> None:
     flags = ["--model", str(model), "--threads", str(options.threads), "--dtype", "float32"]
     with tempfile.TemporaryDirectory() as folder:
         peer = Peer(model, prompt, threads=options.threads)
-        with serving(flags, log=Path(folder) / "server.log") as address:
-            results = asyncio.run(measure(address, peer, prompt))
+        with running_server(flags, log=Path(folder) / "server.log") as server:
+            results = asyncio.run(measure(server, peer, prompt, options.rounds))
     if options.output:
-        command = "python benchmarks/bench_beams.py"
+        command = f"python benchmarks/bench_beams.py --threads {options.threads}"
         report.write(options.output, command=command, threads=options.threads, results=results)
     print(results)
 

@@ -12,7 +12,6 @@ counted how many are, since a random number may lie where rounding decides (docs
 
 import argparse
 import asyncio
-import os
 import sys
 import tempfile
 import time
@@ -33,7 +32,6 @@ DRAFT_TOKENS = 8
 NEW_TOKENS = 120
 WARM_UP_TOKENS = 24
 ROUNDS = 4
-TICKS = os.sysconf("SC_CLK_TCK")  # of a second
 
 PASSAGE = (
     "The harbour of Aldermere lies at the mouth of the river Tarn, where two long stone piers "
@@ -88,15 +86,6 @@ class Timed:
     usage: Usage
 
 
-def cpu_seconds(server: RunningServer) -> float:
-    """That the server and its worker have taken so far."""
-    ticks = 0
-    for pid in (server.pid, *server.worker_pids):
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-        ticks += int(fields[11]) + int(fields[12])
-    return ticks / TICKS
-
-
 async def generate(
     client: Client, server: RunningServer, text: Text, *, draft_tokens: int, new_tokens: int
 ) -> Timed:
@@ -109,7 +98,7 @@ async def generate(
         draft_tokens=draft_tokens,
     )
     tokens, counts, times = list[int](), list[int](), list[float]()
-    usage, before = None, cpu_seconds(server)
+    usage, before = None, server.cpu_seconds
     async for step in client.generate(request):
         times.append(time.perf_counter())
         counts.append(sum(len(news.token_ids) for news in step.news))
@@ -120,7 +109,7 @@ async def generate(
     return Timed(
         tokens=tokens,
         wall_s=(times[-1] - times[0]) / sum(counts[1:]),
-        cpu_s=(cpu_seconds(server) - before) / len(tokens),
+        cpu_s=(server.cpu_seconds - before) / len(tokens),
         usage=usage,
     )
 

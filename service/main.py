@@ -39,6 +39,7 @@ from stemserve.service.serving.tls import server_credentials
 from stemserve.service.text.tokenizer import Tokenizer
 from stemserve.service.tracing.traced_batcher import TracedBatcher
 from stemserve.service.tracing.tracing import tracing
+from stemserve.service.workers.mask_thread import MaskThread
 from stemserve.service.workers.remote_worker import RemoteWorker
 from stemserve.service.workers.step_commands import Inbox
 from stemserve.service.workers.step_loop import StepLoop
@@ -81,10 +82,13 @@ class _Core:
         def make_batcher(facts: WorkerFacts) -> Batcher:
             rows = config.limits.on(facts.device).max_step_tokens
             make = TracedBatcher if config.tracing.enabled else Batcher
-            return make(facts, replace(limits, max_step_tokens=rows), clock=time.monotonic)
+            of_device = replace(limits, max_step_tokens=rows)
+            return make(facts, of_device, clock=time.monotonic, run_aside=masks.run)
 
         registry = CollectorRegistry()
         inbox = Inbox()
+        self.mask_executor = ThreadPoolExecutor(1, "masks")
+        masks = MaskThread(self.mask_executor, inbox)
         self.registry = registry
         registry.register(BeforeScrape(lambda: self.step_loop.observe_results()))
         self.drain_ends_s = 0.0  # monotonic; 0: no drain has begun
@@ -162,6 +166,7 @@ async def serve(
         )
         servers = _servers(core, config, call_status, gate)
         port = stack.enter_context(metrics_port(config.server, core.registry))
+        stack.enter_context(core.mask_executor)
         core.step_loop.start(deliver=core.engine.deliver, worker_lost=core.supervisor.worker_lost)
         stack.callback(core.step_loop.stop)
         stack.push_async_callback(core.supervisor.close)

@@ -1,10 +1,11 @@
 """What a step's result brings to its jobs: their events, and what their tenants pay for it."""
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from stemserve.proto.v1 import worker_pb2
 from stemserve.service.batching.admission import Admission
+from stemserve.service.batching.decoding_progress import DecodingProgress
 from stemserve.service.batching.job_progress import JobProgress, KvByRow
 from stemserve.service.batching.job_table import JobTable
 from stemserve.service.batching.step_builder import IssuedStep
@@ -37,17 +38,30 @@ class Answers:
             if job is None or job.has_ended:
                 continue
             job.add_kv(share, kv)
-            failed = False
-            for event in job.deliver(outputs):
-                self._events.append(event)
-                if isinstance(event, GenerateChunk):
-                    generated[job.tenant] += event.num_tokens + event.searched_tokens
-                failed = failed or isinstance(event, JobFailed)
-            if failed:
-                self._jobs.end(job)
-            else:
-                self.finish(job, now)
+            generated[job.tenant] += self._take(job, job.deliver(outputs), now)
         self._charge(generated, now)
+
+    def collect(self, arrivals: Iterable[int]) -> None:
+        """Masks of these jobs are there."""
+        now, generated = self._clock(), Counter[str]()
+        for arrival in arrivals:
+            job = self._jobs.by_arrival(arrival)
+            if isinstance(job, DecodingProgress) and not job.has_ended:
+                generated[job.tenant] += self._take(job, job.collect(), now)
+        self._charge(generated, now)
+
+    def _take(self, job: JobProgress, events: Sequence[Event], now: float) -> int:
+        """Returns how many tokens were generated with them."""
+        generated = 0
+        for event in events:
+            self._events.append(event)
+            if isinstance(event, GenerateChunk):
+                generated += event.num_tokens + event.searched_tokens
+        if any(isinstance(event, JobFailed) for event in events):
+            self._jobs.end(job)
+        else:
+            self.finish(job, now)
+        return generated
 
     def finish(self, job: JobProgress, now: float) -> None:
         """End the job if all its results are in."""
@@ -66,9 +80,10 @@ class Answers:
         self._events.append(JobFailed(request_id=job.request_id, error=error))
         self._jobs.end(job)
 
-    def expire(self, job: JobProgress, now: float) -> None:
-        self._events.append(job.expire(now))
-        self._jobs.end(job)
+    def expire(self, late: Iterable[JobProgress], now: float) -> None:
+        for job in late:
+            self._events.append(job.expire(now))
+            self._jobs.end(job)
 
     def _charge(self, generated: Counter[str], now: float) -> None:
         """For what is generated, which no prompt's length tells."""

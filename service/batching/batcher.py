@@ -20,13 +20,14 @@ from stemserve.service.batching.job_intake import JobIntake
 from stemserve.service.batching.job_table import JobTable
 from stemserve.service.batching.kv_cache import KvCache
 from stemserve.service.batching.load_of import load_of
+from stemserve.service.batching.mask_work import MaskWork, Run, run_here
 from stemserve.service.batching.pins import Pins
 from stemserve.service.batching.plan_arrays import unpack_int32
 from stemserve.service.batching.prefix_forest import ForestMemory
 from stemserve.service.batching.sampler_slots import SamplerSlots
 from stemserve.service.batching.step_budget import StepBudget
 from stemserve.service.batching.step_builder import IssuedStep, StepBuilder
-from stemserve.service.batching.step_failure import undo_step
+from stemserve.service.batching.step_failure import split_step, undo_step
 from stemserve.service.batching.step_outputs import read_outputs
 from stemserve.service.batching.step_planner import StepPlanner
 from stemserve.service.errors import EngineFault, InvalidRequest, NeverFits, RequestError
@@ -43,11 +44,18 @@ from stemserve.service.request import (
 
 class Batcher:
     def __init__(
-        self, facts: WorkerFacts, limits: BatcherLimits, *, clock: Callable[[], float]
+        self,
+        facts: WorkerFacts,
+        limits: BatcherLimits,
+        *,
+        clock: Callable[[], float],
+        run_aside: Run = run_here,
     ) -> None:
+        """`run_aside` is given masks to make that take long (`MaskWork`)."""
         self._facts = facts
         self._limits = limits
         self._clock = clock
+        self._run_aside = run_aside
         self._next_arrival = 0
         self._next_step_id = 1
         self._reset()
@@ -61,6 +69,7 @@ class Batcher:
         self._jobs = JobTable(weights, short_tokens=self._limits.short_tokens)
         self._issued: deque[IssuedStep] = deque()
         self._deadlines = Deadlines(self._jobs)
+        self._masks = MaskWork(self._run_aside)
         burst = BurstSize(facts.max_burst_steps, max_seconds=self._limits.max_burst_s)
         self._budget = StepBudget(self._limits.max_step_tokens)
         self._forests = ForestMemory(facts.page_size)
@@ -76,6 +85,7 @@ class Batcher:
             admission=self._admission,
             pins=self._pins,
             jobs=self._jobs,
+            masks=self._masks,
             rows_in_flight=lambda: sum(step.num_rows * step.repeat for step in self._issued),
             vocab_size=facts.vocab_size,
         )
@@ -120,7 +130,8 @@ class Batcher:
     def plan_step(self) -> worker_pb2.StepPlan | None:
         """None: nothing can be scheduled now. Events may have come up: `take_events`."""
         now = self._clock()
-        self._drop_late(now)
+        self._answers.expire(self._deadlines.passed(now), now)
+        self._answers.collect(self._masks.take_done())
         built = self._build_step()
         if built is None:
             self._finish_idle(now)
@@ -153,11 +164,14 @@ class Batcher:
         for job in map(self._jobs.by_arrival, issued.shares):
             if job is not None:
                 self._jobs.end_in_flight(job)
+        self._masks.send()
+        self._answers.collect(self._masks.take_done())
         return self.take_events()
 
     def expire(self) -> list[Event]:
         """End the jobs whose deadline has passed; returns all events since the last call."""
-        self._drop_late(self._clock())
+        now = self._clock()
+        self._answers.expire(self._deadlines.passed(now), now)
         return self.take_events()
 
     def take_events(self) -> list[Event]:
@@ -229,10 +243,6 @@ class Batcher:
             raise RuntimeError(f"only {self._slots.num_free} sampler slots are free")
         self._cache.check_idle(self._pins.counts)
 
-    def _drop_late(self, now: float) -> None:
-        for job in self._deadlines.passed(now):
-            self._answers.expire(job, now)
-
     def _build_step(self) -> tuple[worker_pb2.StepPlan, IssuedStep] | None:
         if not self._planner.may_find_rows:
             return None
@@ -270,14 +280,7 @@ class Batcher:
 
     def _fail_starved(self, issued: IssuedStep, rows: Int32) -> None:
         """There was no memory for some rows alone; those that build on them fail too."""
-        starved = issued.jobs_of(rows)
-        lost, rest = (
-            replace(
-                issued,
-                shares={n: share for n, share in issued.shares.items() if (n in starved) is inside},
-            )
-            for inside in (True, False)
-        )
+        lost, rest = split_step(issued, issued.jobs_of(rows))
         doomed = undo_step(lost, [rest, *self._issued], self._jobs.by_arrival)
         error = NeverFits(
             f"the worker has no memory for {len(rows)} rows of the step that cannot be divided: "

@@ -4,6 +4,8 @@ The beams of the next round are known once all rows of this one are answered, so
 rows beyond them in flight. One that gave its pages up begins again.
 """
 
+from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -14,6 +16,7 @@ from stemserve.service.batching.beam_search import BeamSearch
 from stemserve.service.batching.decoding_progress import DecodingProgress
 from stemserve.service.batching.job_progress import Ticket
 from stemserve.service.batching.kv_cache import KvCache
+from stemserve.service.batching.mask_work import Aside, MaskWork
 from stemserve.service.batching.prefix_tree import PageNode
 from stemserve.service.batching.sampler_slots import SamplerSlots
 from stemserve.service.batching.sequence import Chain, pages_for
@@ -58,6 +61,7 @@ class BeamProgress(DecodingProgress):
         *,
         cache: KvCache,
         slots: SamplerSlots,
+        masks: MaskWork,
         vocab_size: int,
     ) -> None:
         """Raises InvalidRequest where the job's constraint leaves no first token."""
@@ -66,6 +70,7 @@ class BeamProgress(DecodingProgress):
         self._spec = beams
         self._cache = cache
         self._slots = slots
+        self._masks = masks
         self._vocab_size = vocab_size
         self._counted_tokens = 0  # of the prompt: leading tokens that usage has counted
         self._computed_rows = 0
@@ -79,6 +84,7 @@ class BeamProgress(DecodingProgress):
         self._announced = 0  # of them: the worker has their parameters
         self._prompt_is_planned = False
         self._reads: dict[int, _Read] = {}  # by step
+        self._advancing: Aside[Int32] | None = None  # the search, in another thread
         self._search = BeamSearch(self._job, self._spec, vocab_size=self._vocab_size)
         self._next_round()
 
@@ -160,8 +166,23 @@ class BeamProgress(DecodingProgress):
         self._answered += len(read.beams)
         if self._answered < self.num_live:
             return []
+        advance = partial(search.advance, self._ids, self._logprobs)
+        if not search.masks_take_long:
+            return self._go_on(advance)
+        self._advancing = self._masks.add(self.arrival, advance)
+        return []
+
+    def collect(self) -> list[Event]:
+        advancing = self._advancing
+        if advancing is None or not advancing.is_done:
+            return []
+        self._advancing = None
+        return self._go_on(advancing.take)
+
+    def _go_on(self, advance: Callable[[], Int32]) -> list[Event]:
+        search = self._search
         try:
-            parents = search.advance(self._ids, self._logprobs)
+            parents = advance()
         except RequestError as error:
             return [JobFailed(request_id=self.request_id, error=error)]
         if not search.is_done:
@@ -170,7 +191,7 @@ class BeamProgress(DecodingProgress):
         return [self._found()] if search.is_done else []
 
     def finish(self, now: float) -> GenerateChunk | None:
-        if not self._search.is_done:
+        if self._advancing is not None or not self._search.is_done:
             return None
         prompt = len(self._job.prompt)
         usage = JobUsage(

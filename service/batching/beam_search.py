@@ -26,6 +26,7 @@ class BeamSearch:
         self._spec = beams
         self._max_new_tokens = job.max_new_tokens
         self._guides = None
+        self._masks_take_long = job.constraint is not None and job.constraint.masks_take_long
         if job.constraint is not None:
             end_ids = np.array(sorted(id for id in job.stop_ids if id < vocab_size), np.int32)
             self._guides = BeamGuides(job.constraint, end_ids, beams.min_new_tokens)
@@ -36,6 +37,11 @@ class BeamSearch:
     @property
     def is_guided(self) -> bool:
         return self._guides is not None
+
+    @property
+    def masks_take_long(self) -> bool:
+        """`advance` is for another thread."""
+        return self._masks_take_long
 
     @property
     def is_done(self) -> bool:

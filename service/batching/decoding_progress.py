@@ -4,7 +4,7 @@ from abc import abstractmethod
 
 from stemserve.service.batching.job_progress import JobProgress, Ticket
 from stemserve.service.batching.step_builder import StepBuilder
-from stemserve.service.request import Job
+from stemserve.service.request import Event, Job
 
 
 class DecodingProgress(JobProgress):
@@ -44,6 +44,10 @@ class DecodingProgress(JobProgress):
     def plan_decodes(self, step: StepBuilder, limit: int) -> bool:
         """Add decode rows while the step has fewer rows than `limit`. False: there is no page for
         one now."""
+
+    def collect(self) -> list[Event]:
+        """Take the masks that were made beside the step loop."""
+        return []
 
     def find_drafts(self) -> bool:
         """Make the drafts that the next step may verify; whether there are any."""

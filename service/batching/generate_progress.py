@@ -1,16 +1,19 @@
 """How far a Generate job has come: its prompt once, then a row a step for each sample."""
 
+from functools import partial
+
 from stemserve.service.batching.decoding_progress import DecodingProgress
 from stemserve.service.batching.guide import Guide
 from stemserve.service.batching.job_progress import Ticket
 from stemserve.service.batching.kv_cache import KvCache
+from stemserve.service.batching.mask_work import MaskWork
 from stemserve.service.batching.prefix_tree import PageNode
 from stemserve.service.batching.prompt_reads import PromptReads
 from stemserve.service.batching.sample import Draw, Sample
 from stemserve.service.batching.sample_pages import Room, SamplePages
 from stemserve.service.batching.sample_rows import SampleRows, job_drafter
 from stemserve.service.batching.sampler_slots import SamplerSlots
-from stemserve.service.batching.sequence import Chain, pages_for
+from stemserve.service.batching.sequence import Chain
 from stemserve.service.batching.step_builder import StepBuilder
 from stemserve.service.batching.step_outputs import StepOutputs
 from stemserve.service.errors import EngineFault
@@ -20,18 +23,19 @@ from stemserve.service.request import (
     GenerateJob,
     JobFailed,
     JobUsage,
-    SamplerSpec,
     SampleTokens,
 )
 
 
-def job_guide(job: GenerateJob, spec: SamplerSpec) -> Guide | None:
-    return None if job.constraint is None else Guide(job.constraint, spec, job.stop_ids)
-
-
 class GenerateProgress(DecodingProgress):
     def __init__(
-        self, job: GenerateJob, ticket: Ticket, *, cache: KvCache, slots: SamplerSlots
+        self,
+        job: GenerateJob,
+        ticket: Ticket,
+        *,
+        cache: KvCache,
+        slots: SamplerSlots,
+        masks: MaskWork,
     ) -> None:
         """Raises InvalidRequest where the job's constraint leaves no first token."""
         super().__init__(job, ticket)
@@ -39,8 +43,14 @@ class GenerateProgress(DecodingProgress):
         self._cache = cache
         self._slots = slots
         self._prompt_is_planned = False  # computed, and its last row read, by issued steps
+        rules, start = job.constraint, partial(masks.add, ticket.arrival)
         self._samples = [
-            Sample(index=i, spec=spec, guide=job_guide(job, spec), drafter=job_drafter(job, spec))
+            Sample(
+                index=i,
+                spec=spec,
+                guide=None if rules is None else Guide(rules, spec, job.stop_ids, start),
+                drafter=job_drafter(job, spec),
+            )
             for i, spec in enumerate(job.samplers)
         ]
         self._pages = SamplePages(job, self._samples, cache)
@@ -138,7 +148,7 @@ class GenerateProgress(DecodingProgress):
         self.lacks_pages = False
         if self.is_yielding or not step.room:
             return
-        chain = self._pages.chain or self._start(step)
+        chain = self._pages.chain or self._pages.start(step, self._slots)
         if chain is None:
             return
         if not self._prompt_is_planned:
@@ -179,6 +189,19 @@ class GenerateProgress(DecodingProgress):
                 self._settle(sample)
         if failure is not None:
             return [failure]
+        return [GenerateChunk(self.request_id, news)] if news else []
+
+    def collect(self) -> list[Event]:
+        news: list[SampleTokens] = []
+        for sample in self._samples:
+            ended = sample.collect_mask()
+            if ended is not None:
+                self.num_live -= 1
+                news.append(ended)
+                self._settle(sample)
+            elif sample.guide is not None and sample.guide.fault is not None:
+                return [JobFailed(request_id=self.request_id, error=sample.guide.fault)]
+        self._resumes = True  # rows that had to wait for a mask may be lacking
         return [GenerateChunk(self.request_id, news)] if news else []
 
     def stop_sample(self, index: int) -> None:
@@ -224,30 +247,6 @@ class GenerateProgress(DecodingProgress):
             # A prompt that was found computed has had no row of its own in the lost step.
             if chain.planned_tokens() < chain.length:
                 self._prompt_is_planned, self._resumes = False, True
-
-    def _start(self, step: StepBuilder) -> Chain | None:
-        """Hold pages for the prompt, and slots; leaves room for the samples' first pages."""
-        live = [sample for sample in self._samples if not sample.has_ended]
-        if step.slots_blocked or self._slots.num_free < len(live):
-            step.slots_blocked = True
-            return None
-        job, cache = self._job, self._cache
-        prompt = len(job.prompt)
-        needed = cache.missing_pages(job.prompt, job.realm) + step.rows.num_decodes
-        for sample in live:
-            length = min(prompt + len(sample.tokens) + 1, prompt + job.max_new_tokens - 1)
-            needed += pages_for(length, cache.page_size) - prompt // cache.page_size
-        others_hold_pages = cache.available_pages < cache.allocator.num_pages
-        if step.pages_blocked or (needed > cache.available_pages and others_hold_pages):
-            step.pages_blocked = True
-            return None
-        self._pages.chain = cache.acquire(job.prompt, job.realm, step, own_tail=True)
-        if self._pages.chain is None:
-            step.pages_blocked = True
-            return None
-        for sample, slot in zip(live, self._slots.take(len(live)), strict=True):
-            sample.slot = slot
-        return self._pages.chain
 
     def _plan_prompt(self, step: StepBuilder, chain: Chain) -> None:
         live = [sample for sample in self._samples if not sample.has_ended]

@@ -9,6 +9,7 @@ from stemserve.service.batching.generate_progress import GenerateProgress
 from stemserve.service.batching.job_progress import JobProgress, Ticket
 from stemserve.service.batching.job_table import JobTable
 from stemserve.service.batching.kv_cache import KvCache
+from stemserve.service.batching.mask_work import MaskWork
 from stemserve.service.batching.pins import Pins
 from stemserve.service.batching.sample_pages import generate_pages
 from stemserve.service.batching.sampler_slots import SamplerSlots
@@ -27,6 +28,7 @@ class JobIntake:
         admission: Admission,
         pins: Pins,
         jobs: JobTable,
+        masks: MaskWork,
         rows_in_flight: Callable[[], int],
         vocab_size: int,
     ) -> None:
@@ -37,6 +39,7 @@ class JobIntake:
         self._admission = admission
         self._pins = pins
         self._jobs = jobs
+        self._masks = masks
         self._rows_in_flight = rows_in_flight
         self._vocab_size = vocab_size
 
@@ -55,7 +58,9 @@ class JobIntake:
         ticket = self._admit(job, demand, arrival, now)
         if job.draft_tokens is None:
             job = replace(job, draft_tokens=self._draft_tokens)
-        return GenerateProgress(job, ticket, cache=self._cache, slots=self._slots)
+        return GenerateProgress(
+            job, ticket, cache=self._cache, slots=self._slots, masks=self._masks
+        )
 
     def _take_beams(
         self, job: GenerateJob, beams: BeamSpec, arrival: int, now: float
@@ -70,6 +75,7 @@ class JobIntake:
             ticket,
             cache=self._cache,
             slots=self._slots,
+            masks=self._masks,
             vocab_size=self._vocab_size,
         )
 

@@ -65,19 +65,29 @@ class Sample:
         tops = [draw.tops(drawn, number) for number in range(len(ids) * drawn.has_tops)]
         return SampleTokens(self.index, ids, logprobs[: len(ids)], tops, finish)
 
+    def collect_mask(self) -> SampleTokens | None:
+        """Take what its constraint leaves, if that was being made; news where it ends the sample,
+        which is complete."""
+        guide = self.guide
+        if guide is None or self.has_ended or not guide.collect(generated=len(self.tokens)):
+            return None
+        self.has_ended = True
+        return SampleTokens(self.index, (), (), finish=StopCause.COMPLETE)
+
     def is_ready(self, job: GenerateJob, drawn: int) -> bool:
         """Its next row is a decode row. `drawn`: num_tokens."""
         return (
             not (self.has_ended or self.is_verifying)
-            and (self.guide is None or not self.pending)
+            and (self.guide is None or not (self.pending or self.guide.awaits_mask))
             and 0 < drawn < job.max_new_tokens
             and self.stored == len(job.prompt) + drawn - 1
         )
 
     def lacks_rows(self, job: GenerateJob) -> bool:
         """It gave its pages up: rows of tokens that it has generated must run again."""
-        stored = len(job.prompt) + len(self.tokens) - 1
-        return not self.has_ended and self.pending == 0 and self.stored < stored
+        if self.has_ended or self.pending or (self.guide is not None and self.guide.awaits_mask):
+            return False
+        return self.stored < len(job.prompt) + len(self.tokens) - 1
 
     def sequence(self, prompt: Int32) -> Int32:
         return np.concatenate([prompt, np.array(self.tokens, np.int32)])

@@ -5,6 +5,7 @@ from enum import Enum, auto
 
 from stemserve.service.batching.kv_cache import KvCache
 from stemserve.service.batching.sample import Sample
+from stemserve.service.batching.sampler_slots import SamplerSlots
 from stemserve.service.batching.sequence import Branch, Chain, pages_for
 from stemserve.service.batching.step_builder import StepBuilder
 from stemserve.service.request import GenerateJob
@@ -33,6 +34,31 @@ class SamplePages:
         self._samples = samples
         self._cache = cache
         self._capacity = len(job.prompt) + job.max_new_tokens - 1
+
+    def start(self, step: StepBuilder, slots: SamplerSlots) -> Chain | None:
+        """Hold pages for the prompt, and slots; leaves room for the samples' first pages. None:
+        there are none now."""
+        live = [sample for sample in self._samples if not sample.has_ended]
+        if step.slots_blocked or slots.num_free < len(live):
+            step.slots_blocked = True
+            return None
+        job, cache = self._job, self._cache
+        prompt = len(job.prompt)
+        needed = cache.missing_pages(job.prompt, job.realm) + step.rows.num_decodes
+        for sample in live:
+            length = min(prompt + len(sample.tokens) + 1, self._capacity)
+            needed += pages_for(length, cache.page_size) - prompt // cache.page_size
+        others_hold_pages = cache.available_pages < cache.allocator.num_pages
+        if step.pages_blocked or (needed > cache.available_pages and others_hold_pages):
+            step.pages_blocked = True
+            return None
+        self.chain = cache.acquire(job.prompt, job.realm, step, own_tail=True)
+        if self.chain is None:
+            step.pages_blocked = True
+            return None
+        for sample, slot in zip(live, slots.take(len(live)), strict=True):
+            sample.slot = slot
+        return self.chain
 
     def branch(self, sample: Sample) -> Branch:
         if sample.branch is None:

@@ -1,6 +1,7 @@
 """What a failed step takes with it: its jobs, and all that builds on pages it did not compute."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Set
+from dataclasses import replace
 
 from stemserve.service.batching.job_progress import JobProgress
 from stemserve.service.batching.prefix_tree import PageNode
@@ -33,3 +34,11 @@ def undo_step(
     for node, before in lost.items():
         node.planned = min(node.planned, before)
     return doomed
+
+
+def split_step(issued: IssuedStep, arrivals: Set[int]) -> tuple[IssuedStep, IssuedStep]:
+    """What jobs with these numbers have of it, and the rest."""
+    shares = issued.shares.items()
+    theirs = {arrival: share for arrival, share in shares if arrival in arrivals}
+    others = {arrival: share for arrival, share in shares if arrival not in arrivals}
+    return replace(issued, shares=theirs), replace(issued, shares=others)

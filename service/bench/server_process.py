@@ -15,6 +15,7 @@ from urllib.request import urlopen
 STEMSERVE = (sys.executable, "-c", "from stemserve.service.cli import main; main()")
 START_S = 600.0
 STOP_S = 30.0
+TICKS = os.sysconf("SC_CLK_TCK")  # a second
 
 
 class ServerFailed(Exception):
@@ -36,6 +37,15 @@ class RunningServer:
     def resident_bytes(self) -> int:
         """Of the server and its workers."""
         return sum(_resident_bytes(pid) for pid in (self.pid, *self.worker_pids))
+
+    @property
+    def cpu_seconds(self) -> float:
+        """That the server and its workers have taken so far."""
+        ticks = 0
+        for pid in (self.pid, *self.worker_pids):
+            fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+            ticks += int(fields[11]) + int(fields[12])
+        return ticks / TICKS
 
     def metric(self, name: str) -> float:
         """The sum over all labels."""

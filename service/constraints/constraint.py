@@ -13,7 +13,7 @@ class ConstraintFault(Exception):
 
 
 class ConstraintState(Protocol):
-    """How far one sample has come. Used by one thread."""
+    """How far one sample has come. Used by one thread at a time."""
 
     @property
     def is_complete(self) -> bool:
@@ -47,6 +47,11 @@ class Constraint(Protocol):
     @property
     def num_bytes(self) -> int:
         """About what it holds in memory."""
+        ...
+
+    @property
+    def masks_take_long(self) -> bool:
+        """Milliseconds are possible, for any but the first: they are for another thread."""
         ...
 
     def start(self) -> ConstraintState: ...

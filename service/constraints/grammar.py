@@ -98,21 +98,32 @@ def _end_ids(tokenizer: Tokenizer, tokens: Sequence[bytes]) -> list[int]:
 
 class GrammarConstraint:
     def __init__(self, matcher: llguidance.LLMatcher, vocabulary: Vocabulary) -> None:
-        self._matcher = matcher
-        self._vocabulary = vocabulary
+        """Raises ConstraintFault where nothing can begin."""
+        self._first = GrammarState(matcher, vocabulary)
+        self._first.allowed()  # made here, once for all that start
 
     @property
     def num_bytes(self) -> int:
         return GRAMMAR_BYTES
 
+    @property
+    def masks_take_long(self) -> bool:
+        return True
+
     def start(self) -> "GrammarState":
-        return GrammarState(self._matcher.deep_copy(), self._vocabulary)
+        return self._first.fork()
 
 
 class GrammarState:
-    def __init__(self, matcher: llguidance.LLMatcher, vocabulary: Vocabulary) -> None:
+    def __init__(
+        self,
+        matcher: llguidance.LLMatcher,
+        vocabulary: Vocabulary,
+        allowed: AllowedBits | None = None,
+    ) -> None:
         self._matcher = matcher
         self._vocabulary = vocabulary
+        self._allowed = allowed  # once it is known
 
     @property
     def is_complete(self) -> bool:
@@ -123,18 +134,22 @@ class GrammarState:
         return self._matcher.is_stopped()
 
     def allowed(self) -> AllowedBits:
+        if self._allowed is not None:
+            return self._allowed
         sizes = self._vocabulary
         bits = np.zeros(max(sizes.mask_bytes, sizes.vocab_bytes), np.uint8)
         self._matcher.unsafe_compute_mask_ptr(bits.ctypes.data, sizes.mask_bytes)
         self._check()
-        return AllowedBits(bits[: sizes.vocab_bytes])
+        self._allowed = AllowedBits(bits[: sizes.vocab_bytes])
+        return self._allowed
 
     def advance(self, token: int) -> None:
+        self._allowed = None
         self._matcher.consume_token(token)
         self._check()
 
     def fork(self) -> "GrammarState":
-        return GrammarState(self._matcher.deep_copy(), self._vocabulary)
+        return GrammarState(self._matcher.deep_copy(), self._vocabulary, self._allowed)
 
     def _check(self) -> None:
         # With an error the library would allow the end, wherever it is.
@@ -160,12 +175,10 @@ def compile_source(source: Source, vocabulary: Vocabulary) -> GrammarConstraint:
     )
     if matcher.is_error():
         raise InvalidRequest(source.kind, _problem(matcher))
-    constraint = GrammarConstraint(matcher, vocabulary)
     try:
-        constraint.start().allowed()
+        return GrammarConstraint(matcher, vocabulary)
     except ConstraintFault as fault:
         raise InvalidRequest(source.kind, f"nothing can begin: {fault}") from fault
-    return constraint
 
 
 def _grammar(source: Source) -> str:

@@ -39,6 +39,10 @@ class TokenTrie:
         arrays = (self.first_child, self.tokens, self.is_end, self.is_used)
         return sum(array.nbytes for array in arrays)
 
+    @property
+    def masks_take_long(self) -> bool:
+        return False
+
     def holds(self, ids: Int32) -> bool:
         """Whether one of the tokens is in a sequence."""
         return bool(self.is_used[ids].any())

@@ -29,6 +29,8 @@ class SampleText:
     def feed(self, news: SampleTokens) -> tuple[str, int]:
         """The new text, and how many of the tokens it is of; sets `finish` at the sample's last."""
         ids, text = news.token_ids, ""
+        if not ids and news.finish is not None:
+            return self._end(news.finish), 0
         if not self._has_stops:
             return self._feed(ids, news.finish), len(ids)
         for number, token_id in enumerate(ids, start=1):
@@ -36,6 +38,15 @@ class SampleText:
             if self.finish:
                 return text, number
         return text, len(ids)
+
+    def _end(self, finish: str) -> str:
+        """Behind the tokens there were."""
+        text = self._detokenizer.flush()
+        if self._tokens >= self._min_new_tokens:
+            text = self._matcher.feed(text)
+        stopped = inference_pb2.FINISH_REASON_STOP
+        self.finish = stopped if self._matcher.matched else _reason(finish)
+        return text + self._matcher.flush()
 
     def _feed(self, ids: Sequence[int], finish: str | None) -> str:
         """Where only the engine ends a sample."""

@@ -12,6 +12,7 @@ from tests.e2e.in_process_engine import InProcessEngine, InProcessWorker
 
 from stemserve.proto.v1 import inference_pb2, worker_pb2
 from stemserve.service.batching.batcher import Batcher, BatcherLimits
+from stemserve.service.batching.mask_work import Run
 from stemserve.service.batching.speculation import DraftPolicy
 from stemserve.service.caller import ANYONE
 from stemserve.service.calls.context_encoder import ContextEncoder
@@ -89,8 +90,12 @@ class EngineRig:
         self.registry = CollectorRegistry()
         metrics = Metrics(self.registry)
         bounds = BatcherLimits(max_step_tokens=max_step_tokens, drafts=drafts or DraftPolicy())
-        self.batcher = Batcher(facts, bounds, clock=time.monotonic)
-        self.engine = InProcessEngine(worker, self.batcher, metrics)
+
+        def make_batcher(run_aside: Run) -> Batcher:
+            return Batcher(facts, bounds, clock=time.monotonic, run_aside=run_aside)
+
+        self.engine = InProcessEngine(worker, make_batcher, metrics)
+        self.batcher = self.engine.batcher
         self._executor = ThreadPoolExecutor(1)
         pool = TokenizerPool(tokenizer, self._executor, long_executor=self._executor)
         prefixes = PrefixRegistry(RegistryBounds(), clock=time.monotonic)

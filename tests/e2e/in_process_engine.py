@@ -2,7 +2,7 @@
 
 import asyncio
 from collections import deque
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 
@@ -11,6 +11,7 @@ import numpy as np
 from stemserve.proto.v1 import worker_pb2
 from stemserve.service.batching.batcher import Batcher
 from stemserve.service.batching.explain_plan import ExplainedPlan
+from stemserve.service.batching.mask_work import Run
 from stemserve.service.metrics.call_metrics import Metrics
 from stemserve.service.request import (
     Event,
@@ -72,12 +73,15 @@ def start_worker(
 class InProcessEngine:
     """Step k + 1 is planned before the result of step k is taken, as over a stream."""
 
-    def __init__(self, worker: InProcessWorker, batcher: Batcher, metrics: Metrics) -> None:
+    def __init__(
+        self, worker: InProcessWorker, make_batcher: Callable[[Run], Batcher], metrics: Metrics
+    ) -> None:
         self.facts = worker.facts
         self.results: list[worker_pb2.StepResult] = []
         self.plans: list[worker_pb2.StepPlan] = []
         self._runner = worker.runner
-        self._batcher = batcher
+        self._late = deque[Callable[[], None]]()  # masks that the batcher has to wait for
+        self.batcher = self._batcher = make_batcher(self._late.append)
         self.generation = 1
         self._metrics = metrics
         self._in_flight: deque[worker_pb2.StepPlan] = deque()
@@ -165,6 +169,9 @@ class InProcessEngine:
             events += self._batcher.apply(result)
             self._metrics.observe_step(result, self._batcher.load())
         self._deliver(events)
+        if self._late and (not ran or len(self.plans) % 3 == 0):
+            self._late.popleft()()
+            return True
         return ran or bool(events)
 
     def _poison_free_pages(self) -> None:

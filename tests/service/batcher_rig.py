@@ -1,7 +1,7 @@
 """A batcher, a literal worker, and the steps between them."""
 
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from tests.service.literal_worker import PAGE, LiteralWorker
@@ -18,6 +18,7 @@ from stemserve.service.request import (
     JobFailed,
     ScorePart,
     ScoreResult,
+    StopCause,
     WorkerFacts,
 )
 
@@ -45,6 +46,7 @@ class Rig:
     plans: list[worker_pb2.StepPlan] = field(default_factory=list[worker_pb2.StepPlan])
     answers: dict[str, Answer] = field(default_factory=dict[str, Answer])
     now: float = 0.0
+    late: deque[Callable[[], None]] = field(default_factory=deque[Callable[[], None]])
 
     def __post_init__(self) -> None:
         self.in_flight: deque[worker_pb2.StepPlan] = deque()
@@ -76,10 +78,17 @@ class Rig:
         """Fill the steps in flight, answer one; whether anything was done."""
         while len(self.in_flight) < self.steps_in_flight and self.plan() is not None:
             pass
-        if not self.in_flight:
+        if self.in_flight:
+            self.answer()
+        elif self.late:
+            self.make_masks()
+        else:
             return False
-        self.answer()
         return True
+
+    def make_masks(self) -> None:
+        """That are the first to be made, of those that take long."""
+        self.late.popleft()()
 
     def run(self, *jobs: Job) -> list[Answer]:
         """Until nothing is left to do; the answers of these jobs."""
@@ -104,7 +113,8 @@ class Rig:
                     answer.error = event.error
                 case GenerateChunk():
                     for news in event.news:
-                        assert news.sample not in answer.finish and len(news.token_ids)
+                        assert news.sample not in answer.finish
+                        assert len(news.token_ids) or news.finish is StopCause.COMPLETE
                         assert len(news.logprobs) == len(news.token_ids)
                         answer.tokens.setdefault(news.sample, []).extend(news.token_ids)
                         if news.finish is not None:
@@ -157,9 +167,11 @@ def make_rig(
         drafts=drafts or DraftPolicy(),
     )
     rig: Rig
+    late = deque[Callable[[], None]]()
 
     def clock() -> float:
         return rig.now
 
-    rig = Rig(Batcher(facts, bounds, clock=clock), LiteralWorker(pages, budget), in_flight)
+    batcher = Batcher(facts, bounds, clock=clock, run_aside=late.append)
+    rig = Rig(batcher, LiteralWorker(pages, budget), in_flight, late=late)
     return rig

@@ -1,7 +1,7 @@
 """An engine whose next token depends on the last token only, so that answers are worked by hand."""
 
 import asyncio
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -9,6 +9,8 @@ from numpy.typing import NDArray
 
 from stemserve.proto.v1 import worker_pb2
 from stemserve.service.batching.guide import Guide
+from stemserve.service.batching.mask_work import Aside, MaskWork, run_here
+from stemserve.service.constraints.allowed import Allowed
 from stemserve.service.request import (
     GenerateChunk,
     GenerateJob,
@@ -218,7 +220,7 @@ class BigramEngine:
         last = [int(job.prompt[-1])] * len(job.samplers)
         live = set(range(len(job.samplers)))
         guides = {
-            sample: Guide(job.constraint, spec, job.stop_ids)
+            sample: Guide(job.constraint, spec, job.stop_ids, _made_at_once)
             for sample, spec in enumerate(job.samplers)
             if job.constraint is not None
         }
@@ -264,7 +266,10 @@ class BigramEngine:
         finish = StopCause.LENGTH if step + 1 == job.max_new_tokens else None
         if token_id in job.stop_ids and step + 1 >= sampler.min_new_tokens:
             finish = StopCause.STOP_ID
-        elif guide is not None and guide.take(token_id, generated=step + 1, is_last=bool(finish)):
+        elif guide is not None and (
+            guide.take(token_id, generated=step + 1, is_last=bool(finish))
+            or guide.collect(generated=step + 1)
+        ):
             finish = StopCause.COMPLETE
         best = np.argsort(-row, kind="stable")[: sampler.top_logprobs]
         return SampleTokens(
@@ -274,3 +279,10 @@ class BigramEngine:
             tops=[TopTokens(best.tolist(), np.log(row[best]).tolist())],
             finish=finish,
         )
+
+
+def _made_at_once(make: Callable[[], Allowed]) -> Aside[Allowed]:
+    masks = MaskWork(run_here)
+    aside = masks.add(0, make)
+    masks.send()
+    return aside

@@ -18,6 +18,7 @@ class OneOf:
     end_id: int
 
     num_bytes: int = 0
+    masks_take_long: bool = False
 
     def start(self) -> "OneOfState":
         return OneOfState(self)

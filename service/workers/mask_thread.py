@@ -1,0 +1,20 @@
+"""Make masks of constraints beside the step loop, which plans with them when they are there."""
+
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+
+from stemserve.service.workers.step_commands import Inbox
+
+
+class MaskThread:
+    """The library that makes masks lets other threads run meanwhile."""
+
+    def __init__(self, executor: ThreadPoolExecutor, inbox: Inbox) -> None:
+        """The executor's only thread does nothing else."""
+        self._executor = executor
+        self._inbox = inbox
+
+    def run(self, work: Callable[[], None]) -> None:
+        """Returns at once; the step loop is called when it is done."""
+        done = self._executor.submit(work)
+        done.add_done_callback(lambda _: self._inbox.call())

@@ -96,8 +96,13 @@ MATRIX: Mapping[str, Values] = {
             "worker": {"kv_pages": 64, "load_format": "dummy", "threads": 1},
             "limits": {"max_step_tokens": 2048, "max_items": 2000},
         },
-        "leaderWorkerSet": {"tls": {"leaderSecretName": "front", "workerSecretName": "back"}},
-        "certificates": {"issuer": {"name": "authority"}},
+        "leaderWorkerSet": {
+            "tls": {
+                "leaderSecretName": "front",
+                "workerSecretName": "back",
+                "issuer": {"name": "authority"},
+            }
+        },
     },
     "groups that scale, behind TLS": {
         "workload": "LeaderWorkerSet",

@@ -35,5 +35,20 @@ def test_a_workers_certificate_has_the_name_that_its_leader_dials() -> None:
     assert worker["usages"][-1] == "server auth" and leader["usages"][-1] == "client auth"
 
 
+def test_groups_may_have_an_authority_of_their_own() -> None:
+    link = {"leaderSecretName": "a", "workerSecretName": "b", "issuer": {"name": "inner"}}
+    values = {
+        "workload": "LeaderWorkerSet",
+        "tls": {"secretName": "c"},
+        "certificates": {"issuer": {"name": "outer"}},
+        "leaderWorkerSet": {"tls": link},
+    }
+    objects = render(values)
+    names = {"x-stemserve": "outer", "x-stemserve-leader": "inner", "x-stemserve-worker": "inner"}
+    assert {name: spec_of(objects, name)["issuerRef"]["name"] for name in names} == names
+    shared = render({**values, "leaderWorkerSet": {"tls": {**link, "issuer": {"name": ""}}}})
+    assert spec_of(shared, "x-stemserve-worker")["issuerRef"]["name"] == "outer"
+
+
 def test_without_an_issuer_there_are_none() -> None:
     assert "Certificate" not in kinds(render(MATRIX["tokens"]))

@@ -1,7 +1,9 @@
 """Real `stemserve serve` processes on free ports, and engines inside the test."""
 
+import os
 import random
 import re
+import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -47,7 +49,7 @@ def start_server(
 
     Ports are named rpc, health, metrics, and admin where there is one.
     """
-    running: list[subprocess.Popen[str]] = []
+    running: dict[Path, subprocess.Popen[str]] = {}
 
     def start(*options: object) -> Started:
         log = tmp_path_factory.mktemp("server") / "stderr"
@@ -57,8 +59,9 @@ def start_server(
                 stdout=subprocess.PIPE,
                 stderr=stderr,
                 text=True,
+                env=os.environ | {"PYTHONFAULTHANDLER": "1"},
             )
-        running.append(server)
+        running[log] = server
         assert server.stdout is not None
         line = server.stdout.readline()
         found = READY.search(line)
@@ -68,13 +71,20 @@ def start_server(
         return server, {name: int(port) for name, port in ports if port}
 
     yield start
-    for server in running:
-        with server:
-            server.terminate()
-            try:
-                server.wait(30)
-            finally:
-                server.kill()
+    stuck = [log for log, server in running.items() if not has_ended(server)]
+    assert not stuck, "\n".join(log.read_text() for log in stuck)
+
+
+def has_ended(server: "subprocess.Popen[str]") -> bool:
+    """Whether SIGTERM ends it; if not, what its threads do is in its log (faulthandler)."""
+    with server:
+        server.terminate()
+        try:
+            server.wait(PATIENCE_S)
+        except subprocess.TimeoutExpired:
+            server.send_signal(signal.SIGABRT)
+            return False
+    return True
 
 
 @pytest.fixture(scope="module")

@@ -19,6 +19,8 @@ class TenantShares:
 
     def fits(self, taken: Mapping[str, int], tenant: str, amount: int) -> bool:
         """Whether a tenant may take so much more beside what is taken, by tenant."""
+        if not self._own:  # as mostly: no tenant has a part
+            return sum(taken.values()) + amount <= self._common
         if taken.get(tenant, 0) + amount <= self._own.get(tenant, 0):
             return True
         after = {**taken, tenant: taken.get(tenant, 0) + amount}

@@ -119,9 +119,9 @@ class ContextRun:
         row_limit = np.int32(layout.row_indptr[first] + step.room)
         fitting = int(layout.row_indptr.searchsorted(row_limit, side="right")) - 1
         end = min(fitting, self._end_unit)
-        lengths = layout.unit_rows[first:end]
-        if lengths.max(initial=0) > self._options.max_item_rows:
-            end = first + int((lengths > self._options.max_item_rows).argmax())
+        if layout.most_unit_rows > self._options.max_item_rows:
+            is_long = layout.unit_rows[first:end] > self._options.max_item_rows
+            end = first + int(is_long.argmax()) if is_long.any() else end
         if end == first:
             if layout.unit_rows[first] > step.room_for_one:
                 return False

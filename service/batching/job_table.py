@@ -42,6 +42,8 @@ class JobTable:
 
     def running_tokens(self, priority: int | None = None) -> int:
         """That are still to be planned for running jobs, of at least a priority if one is given."""
+        if not self.running:
+            return 0
         return sum(
             max(0, job.cost_tokens - job.planned_rows)
             for job in self.running

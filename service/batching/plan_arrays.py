@@ -11,7 +11,7 @@ INT32_BYTES = 4
 
 
 def pack_int32(values: Sequence[int] | NDArray[np.integer]) -> bytes:
-    return np.asarray(values, dtype="<i4").tobytes()
+    return np.asarray(values, dtype="<i4").tobytes() if len(values) else b""
 
 
 def repeated_int32(value: int, count: int) -> bytes:

@@ -38,6 +38,7 @@ class ScoreLayout:
     row_token: Int32  # [rows]
     row_offset: Int32  # [rows] inside the unit
     unit_rows: Int32  # [units]
+    most_unit_rows: int  # of one unit
     row_indptr: Int32  # [units + 1]
     unit_index: Int32  # [units] in the job
     context_indptr: Int32  # [contexts + 1] units of each context
@@ -84,6 +85,7 @@ def lay_out(job: ScoreJob) -> ScoreLayout:
         row_token=job.unit_tokens[job.unit_indptr[:-1][order].repeat(unit_rows) + row_offset],
         row_offset=row_offset,
         unit_rows=unit_rows,
+        most_unit_rows=int(unit_rows.max(initial=0)),
         row_indptr=row_indptr,
         unit_index=order,
         context_indptr=indptr_of(counts),
@@ -126,6 +128,7 @@ def _as_sent(job: ScoreJob, unit_lengths: Int32) -> ScoreLayout:
         row_token=job.unit_tokens,
         row_offset=np.arange(len(job.unit_tokens), dtype=np.int32) - starts.repeat(unit_lengths),
         unit_rows=unit_lengths,
+        most_unit_rows=int(unit_lengths.max()),
         row_indptr=job.unit_indptr,
         unit_index=job.gather_unit,
         context_indptr=np.array((0, units), np.int32),

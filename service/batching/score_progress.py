@@ -16,6 +16,8 @@ from stemserve.service.request import Event, Int32, JobUsage, ScoreJob, ScorePar
 
 def longest_paged_unit(layout: ScoreLayout, context: int, max_item_rows: int) -> int:
     """Rows of the context's longest unit, if it is too long to be packed; else 0."""
+    if layout.most_unit_rows <= max_item_rows:
+        return 0
     first, end = layout.context_indptr[context : context + 2].tolist()
     rows = int(layout.unit_rows[first:end].max(initial=0))
     return rows if rows > max_item_rows else 0
@@ -54,8 +56,10 @@ class ScoreProgress(JobProgress):
         self._num_started = 0  # of layout.contexts
         self._runs: list[ContextRun] = []  # contexts that hold pages, or will
         self._pieces: dict[int, StepPieces] = {}  # by step
-        self._logprobs = np.full(len(job.gather_ids), np.nan, np.float32)
-        self._argmax = np.full(len(job.gather_unit), -1, np.int32)
+        self._logprobs = np.empty(len(job.gather_ids), np.float32)
+        self._logprobs.fill(np.nan)
+        self._argmax = np.empty(len(job.gather_unit), np.int32)
+        self._argmax.fill(-1)
         self._class_scores = np.zeros((0, 0), np.float32)
         self._unit_failed = np.zeros(len(layout.unit_rows), np.bool_)
         self._unit_reads = np.bincount(job.gather_unit, minlength=len(layout.unit_rows))

@@ -118,7 +118,8 @@ class StepBuilder:
 
     @property
     def room(self) -> int:
-        return max(0, self.max_rows - self.rows.num_rows - self.reserved)
+        room = self.max_rows - self.rows.num_rows - self.reserved
+        return room if room > 0 else 0
 
     @property
     def room_for_one(self) -> int:
@@ -208,7 +209,8 @@ class StepBuilder:
         plan = worker_pb2.StepPlan(step_id=self.step_id)
         self.rows.write(plan)
         self.readouts.write(plan)
-        plan.copies = pack_int32([number for copy in self._copies for number in copy])
+        if self._copies:
+            plan.copies = pack_int32([number for copy in self._copies for number in copy])
         issued = IssuedStep(
             step_id=self.step_id,
             shares={n: share for n, share in self._shares.items() if not share.is_empty},

@@ -42,7 +42,7 @@ class StepPlanner:
     def may_find_rows(self) -> bool:
         """False: all that is left to do is in flight."""
         return len(self._jobs.waiting) > 0 or any(
-            isinstance(job, DecodingProgress) or job.has_rows_to_plan for job in self._jobs.running
+            job.decodes or job.has_rows_to_plan for job in self._jobs.running
         )
 
     def plan(self, step: StepBuilder) -> None:
@@ -134,14 +134,14 @@ class StepPlanner:
         return merge(running, waiting, key=lambda pair: -pair[0].priority)
 
     def _plan_job(self, job: JobProgress, step: StepBuilder) -> None:
-        if isinstance(job, DecodingProgress) and step.readouts.sampler_bytes > MAX_SAMPLER_BYTES:
+        if job.decodes and step.readouts.sampler_bytes > MAX_SAMPLER_BYTES:
             return
         share = step.begin(job.arrival)
         room = step.room
         job.plan(step)
         share.prefill_rows += room - step.room
         job.planned_rows += room - step.room
-        if isinstance(job, DecodingProgress) and job.lacks_pages:
+        if job.decodes and isinstance(job, DecodingProgress) and job.lacks_pages:
             step.pages_blocked = True
             self._make_room(job)
 
@@ -209,6 +209,8 @@ class StepPlanner:
         return any(job.has_rows_to_plan for job in self._jobs.running)
 
     def _generations(self) -> list[DecodingProgress]:
+        if not self._jobs.num_decoding:
+            return []
         return [job for job in self._jobs.running if isinstance(job, DecodingProgress)]
 
     def _make_room(self, needer: DecodingProgress) -> None:

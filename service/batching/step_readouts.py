@@ -72,9 +72,11 @@ class StepReadouts:
         plan.gather_rows = pack_int32(self.gather_rows)
         plan.gather_indptr = pack_int32(indptr_of(join_int32(self._gather_lengths)))
         plan.gather_ids = pack_int32(join_int32(self._gather_ids))
-        plan.classify_rows = pack_int32(self.classify_rows)
-        plan.sample_rows = pack_int32(self.sample_rows)
-        plan.sample_slots = pack_int32(self._sample_slots)
-        plan.sample_index = pack_int32(self._sample_index)
+        if self._classify_rows:
+            plan.classify_rows = pack_int32(self.classify_rows)
+        if self._sample_rows:
+            plan.sample_rows = pack_int32(self._sample_rows)
+            plan.sample_slots = pack_int32(self._sample_slots)
+            plan.sample_index = pack_int32(self._sample_index)
         plan.samplers.extend(self._samplers)
         plan.masks.extend(self._masks)

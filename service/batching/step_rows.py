@@ -123,7 +123,8 @@ class StepRows:
     ) -> int:
         """Add items behind one chain; returns the first row. Offsets count inside the items."""
         positions = offsets + np.int32(0 if chain is None else chain.tokens)
-        slots = np.full(len(tokens), -1, np.int32)
+        slots = np.empty(len(tokens), np.int32)
+        slots.fill(-1)
         kind = worker_pb2.SEGMENT_KIND_ITEM
         return self._add(_Segments(tokens, positions, slots, lengths, kind, kernel, chain))
 

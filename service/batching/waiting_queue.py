@@ -58,13 +58,10 @@ class WaitingQueue(Generic[Job]):
         self.requests: Counter[str] = Counter()
         self.tokens: Counter[str] = Counter()
         self._by_age: dict[int, Job] = {}  # by arrival number; the oldest first
+        self.num_tokens = 0  # of all tenants
 
     def __len__(self) -> int:
-        return self.requests.total()
-
-    @property
-    def num_tokens(self) -> int:
-        return self.tokens.total()
+        return len(self._by_age)
 
     @property
     def oldest(self) -> Job | None:
@@ -81,10 +78,8 @@ class WaitingQueue(Generic[Job]):
 
     @property
     def has_short_and_long(self) -> tuple[bool, bool]:
-        return (
-            any(not lane.is_long for lane in self._lanes),
-            any(lane.is_long for lane in self._lanes),
-        )
+        kinds = {lane.is_long for lane in self._lanes}
+        return False in kinds, True in kinds
 
     def __iter__(self) -> Iterator[Job]:
         return self._in_order(sorted(self._lanes))
@@ -103,6 +98,7 @@ class WaitingQueue(Generic[Job]):
         self._by_age[job.urgency[1]] = job
         self.requests[job.tenant] += 1
         self.tokens[job.tenant] += job.cost_tokens
+        self.num_tokens += job.cost_tokens
 
     def remove(self, job: Job) -> bool:
         """Whether the job was waiting."""
@@ -117,6 +113,7 @@ class WaitingQueue(Generic[Job]):
         del self._by_age[job.urgency[1]]
         self.requests[job.tenant] -= 1
         self.tokens[job.tenant] -= job.cost_tokens
+        self.num_tokens -= job.cost_tokens
         return True
 
     def tokens_before(self, job: Ordered) -> int:

@@ -10,6 +10,7 @@ from stemserve.proto.v1 import inference_pb2
 from stemserve.service.caller import Caller
 from stemserve.service.calls.chat_validation import check_score_chat
 from stemserve.service.calls.context_encoder import NO_TOKENS, ContextEncoder, EncodedContext
+from stemserve.service.calls.plain_call import PlainCalls
 from stemserve.service.calls.score_call import Problem, ScoreCall
 from stemserve.service.calls.validation import (
     check_answer,
@@ -43,6 +44,7 @@ class ScoreEncoder:
         self._pool = pool
         self._limits = limits
         self._facts = facts
+        self._plain_calls = PlainCalls(limits, facts)
 
     async def encode(
         self,
@@ -53,6 +55,18 @@ class ScoreEncoder:
     ) -> ScoreCall:
         """Raises RequestError. An item that is too long is an error of the item; the call is
         refused when a context leaves no room for any item, or every item is too long."""
+        if (plain := self._plain_calls.decode(request, caller)) is not None:
+            return plain
+        return await self.encode_any(request, caller, most_items=most_items)
+
+    async def encode_any(
+        self,
+        request: inference_pb2.ScoreRequest,
+        caller: Caller,
+        *,
+        most_items: int | None = None,
+    ) -> ScoreCall:
+        """As `encode`, whatever the call is."""
         check_score(request, self._limits, self._facts, most_items=most_items)
         if request.HasField("chat") or request.item_marker:
             check_score_chat(request, self._limits)

@@ -116,12 +116,15 @@ class Metrics:
     def used(self, usage: JobUsage, *, looked_up_tokens: int) -> None:
         self._prompt_tokens.labels("computed").inc(usage.computed_tokens)
         self._prompt_tokens.labels("dedup_in_batch").inc(usage.shared_tokens)
-        self._prompt_tokens.labels("hbm").inc(usage.cached_tokens)
-        self._output_tokens.inc(usage.output_tokens)
-        self._draft_tokens.labels("accepted").inc(usage.accepted_tokens)
-        self._draft_tokens.labels("rejected").inc(usage.drafted_tokens - usage.accepted_tokens)
+        if usage.cached_tokens:
+            self._prompt_tokens.labels("hbm").inc(usage.cached_tokens)
+            self._hit_tokens.labels("hbm").inc(usage.cached_tokens)
+        if usage.output_tokens:
+            self._output_tokens.inc(usage.output_tokens)
+        if usage.drafted_tokens:
+            self._draft_tokens.labels("accepted").inc(usage.accepted_tokens)
+            self._draft_tokens.labels("rejected").inc(usage.drafted_tokens - usage.accepted_tokens)
         self._lookup_tokens.inc(looked_up_tokens)
-        self._hit_tokens.labels("hbm").inc(usage.cached_tokens)
         if looked_up_tokens:
             self._lookups.labels(_outcome(usage.cached_tokens, looked_up_tokens)).inc()
             key, found = current_call().routing_key, usage.cached_tokens > 0

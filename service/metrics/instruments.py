@@ -2,11 +2,37 @@
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import product
+from typing import Any, Self
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Metric
+from prometheus_client.metrics import MetricWrapperBase
 from prometheus_client.registry import Collector
 
 from stemserve.service.metrics.labels import OP_PATHS
+
+
+class _Remembering(MetricWrapperBase):
+    """Finds the series of some labels with one look: the library makes texts of them, and takes a
+    lock, each time."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        self._known: dict[tuple[object, ...], Self] = {}
+        super().__init__(*args, **options)
+
+    def labels(self, *labelvalues: object, **labelkwargs: object) -> Self:
+        if labelkwargs:
+            return super().labels(*labelvalues, **labelkwargs)
+        if (series := self._known.get(labelvalues)) is None:
+            series = self._known[labelvalues] = super().labels(*labelvalues)
+        return series
+
+
+class _Counter(_Remembering, Counter):
+    pass
+
+
+class _Histogram(_Remembering, Histogram):
+    pass
 
 
 class BeforeScrape(Collector):
@@ -31,7 +57,7 @@ class Instruments:
         self._registry = registry
 
     def counter(self, name: str, text: str, **labels: Sequence[str]) -> Counter:
-        counter = Counter(f"stemserve_{name}", text, [*labels], registry=self._registry)
+        counter = _Counter(f"stemserve_{name}", text, [*labels], registry=self._registry)
         _create(counter, labels)
         return counter
 
@@ -51,7 +77,7 @@ class Instruments:
     def histogram(
         self, name: str, text: str, buckets: Sequence[float], **labels: Sequence[str]
     ) -> Histogram:
-        histogram = Histogram(
+        histogram = _Histogram(
             f"stemserve_{name}", text, [*labels], registry=self._registry, buckets=buckets
         )
         _create(histogram, labels)
@@ -60,13 +86,13 @@ class Instruments:
     def choice_counter(self, name: str, text: str, **labels: Sequence[str]) -> Counter:
         """By op and path, which do not go together freely."""
         names = ["op", "path", *labels]
-        counter = Counter(f"stemserve_{name}", text, names, registry=self._registry)
+        counter = _Counter(f"stemserve_{name}", text, names, registry=self._registry)
         for choice, values in product(OP_PATHS, product(*labels.values())):
             counter.labels(*choice, *values)
         return counter
 
     def choice_histogram(self, name: str, text: str, buckets: Sequence[float]) -> Histogram:
-        histogram = Histogram(
+        histogram = _Histogram(
             f"stemserve_{name}", text, ["op", "path"], registry=self._registry, buckets=buckets
         )
         for choice in OP_PATHS:

@@ -7,10 +7,9 @@ from collections.abc import (
     AsyncIterator,
     Awaitable,
     Callable,
-    Generator,
     Mapping,
 )
-from contextlib import aclosing, contextmanager
+from contextlib import aclosing
 from typing import Any, cast
 
 import grpc
@@ -86,20 +85,33 @@ class CallGate(grpc.aio.ServerInterceptor):
         both: Any = handler.stream_stream
 
         async def call(request: Any, context: Context) -> Any:
-            with self._place(), self._count():
+            tenant = self._enter()
+            self._begin()
+            try:
                 return await unary(request, context)
+            finally:
+                self._leave(tenant)
+                self._end()
 
         async def iterate(request: Any, context: Context) -> AsyncGenerator[Any]:
-            with self._place(), self._count():
+            tenant = self._enter()
+            self._begin()
+            try:
                 async with aclosing(stream(request, context)) as answers:
                     async for answer in answers:
                         yield answer
+            finally:
+                self._leave(tenant)
+                self._end()
 
         async def converse(requests: Any, context: Context) -> AsyncGenerator[Any]:
-            with self._place():
+            tenant = self._enter()
+            try:
                 async with aclosing(both(requests, context)) as answers:
                     async for answer in answers:
                         yield answer
+            finally:
+                self._leave(tenant)
 
         codec = (handler.request_deserializer, handler.response_serializer)
         if handler.stream_unary is not None:
@@ -110,8 +122,8 @@ class CallGate(grpc.aio.ServerInterceptor):
             return grpc.unary_stream_rpc_method_handler(iterate, *codec)
         return grpc.stream_stream_rpc_method_handler(cast(Any, converse), *codec)
 
-    @contextmanager
-    def _place(self) -> Generator[None]:
+    def _enter(self) -> str:
+        """Take a place for the caller's tenant, whose name it returns; `_leave` gives it back."""
         tenant = current_caller().tenant
         if not self._shares.fits(self._open, tenant, 1):
             raise QueueFull(
@@ -120,21 +132,19 @@ class CallGate(grpc.aio.ServerInterceptor):
                 retry_after_s=RETRY_AFTER_S,
             )
         self._open[tenant] += 1
-        try:
-            yield
-        finally:
-            self._open[tenant] -= 1
+        return tenant
 
-    @contextmanager
-    def _count(self) -> Generator[None]:
+    def _leave(self, tenant: str) -> None:
+        self._open[tenant] -= 1
+
+    def _begin(self) -> None:
         self._running += 1
         self._idle.clear()
-        try:
-            yield
-        finally:
-            self._running -= 1
-            if self._running == 0:
-                self._idle.set()
+
+    def _end(self) -> None:
+        self._running -= 1
+        if self._running == 0:
+            self._idle.set()
 
 
 def _refusing(reason: str) -> Handler:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 def device_tensor(array: NDArray[Any], device: torch.device) -> Tensor:
-    """The array must not change afterwards: on a CPU it is shared."""
+    """Of the array's shape and dtype. It must not change afterwards: on a CPU it is shared."""
     host: Tensor = torch.from_numpy(np.ascontiguousarray(array))  # pyright: ignore[reportUnknownMemberType]
     if device.type == "cpu":
         return host
@@ -18,4 +18,5 @@ def device_tensor(array: NDArray[Any], device: torch.device) -> Tensor:
 
 
 def index_tensor(values: NDArray[np.integer], device: torch.device) -> Tensor:
+    """As int64, which torch indexes with."""
     return device_tensor(values.astype(np.int64), device)

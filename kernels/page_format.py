@@ -8,17 +8,20 @@ FP8_MAX = 448.0
 
 
 def to_pages(values: Tensor, dtype: torch.dtype) -> Tensor:
-    """As the pages keep them. What float8 cannot hold becomes its largest number; NaN stays."""
+    """Numbers of any shape as pages of `dtype` keep them.
+
+    What float8 cannot hold becomes its largest number; NaN stays.
+    """
     if dtype == FP8:
         values = values.clamp(-FP8_MAX, FP8_MAX)
     return values.to(dtype)
 
 
 def from_pages(stored: Tensor, dtype: torch.dtype) -> Tensor:
-    """As attention computes with them."""
+    """What pages keep, of any shape, as attention in `dtype` computes with it."""
     return stored if stored.dtype == dtype else stored.to(dtype)
 
 
-def raw(pages: Tensor) -> Tensor:
+def raw(pages: Tensor) -> Tensor:  # as `pages`, uint8 for float8
     """The pages for indexed writes, which torch does not have for float8: its bytes."""
     return pages.view(torch.uint8) if pages.dtype == FP8 else pages

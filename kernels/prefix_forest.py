@@ -14,7 +14,7 @@ class PrefixRun:
     The first `partial_rows` of its rows end inside the run; the others see all of it.
     """
 
-    pages: Int32
+    pages: Int32  # [pages]
     tokens: int
     depth: int  # runs above it
     row_start: int
@@ -49,7 +49,7 @@ class PrefixForest:
         return bool(np.array_equal(self.row_order, np.arange(len(self.row_order))))
 
 
-def row_visible(layout: AttentionLayout) -> tuple[Int32, Int32]:
+def row_visible(layout: AttentionLayout) -> tuple[Int32, Int32]:  # [rows] each
     """Segment of each row, and the stored tokens that the row sees."""
     segment = np.repeat(np.arange(layout.num_segments, dtype=np.int32), layout.segment_rows)
     place = np.arange(layout.num_rows, dtype=np.int32) - layout.segment_indptr[segment]
@@ -58,7 +58,11 @@ def row_visible(layout: AttentionLayout) -> tuple[Int32, Int32]:
     return segment, np.where(layout.segment_is_item[segment], chain, stored).astype(np.int32)
 
 
-def row_home(layout: AttentionLayout, segment: Int32, visible: Int32) -> Int32:
+def row_home(
+    layout: AttentionLayout,
+    segment: Int32,  # [rows]
+    visible: Int32,  # [rows] stored tokens
+) -> Int32:  # [rows]
     """The deepest node of which each row sees a token; -1 where it sees none."""
     home = layout.segment_node[segment].copy()
     start = np.append(layout.node_start, np.int32(0))  # node -1 reads the last
@@ -67,7 +71,7 @@ def row_home(layout: AttentionLayout, segment: Int32, visible: Int32) -> Int32:
     return home
 
 
-def depth_first_ranks(layout: AttentionLayout) -> tuple[Int32, Int32]:
+def depth_first_ranks(layout: AttentionLayout) -> tuple[Int32, Int32]:  # [nodes] each
     """Place of each node in depth-first order, and the nodes in its subtree."""
     parents = layout.node_parent.tolist()
     sizes = [1] * len(parents)

@@ -7,7 +7,7 @@ from stemserve.kernels.layout import AttentionLayout, Int32, int32
 EMPTY = -(1 << 31)  # a token that holds zeros
 
 
-def runs(starts: Int32, counts: Int32) -> Int32:
+def runs(starts: Int32, counts: Int32) -> Int32:  # [counts.sum()]
     """start .. start + count - 1 of each run, one after the other; arrays of any one shape."""
     start, count = starts.ravel(), counts.ravel()
     ends = count.cumsum(dtype=np.int32)
@@ -22,12 +22,18 @@ def indptr(counts: Int32) -> Int32:  # [n + 1]
     return ends
 
 
-def row_sources(first_rows: Int32, rows: Int32) -> Int32:
-    """The step's own rows from each first one on."""
+def row_sources(
+    first_rows: Int32,  # [runs]
+    rows: Int32,  # [runs] of each
+) -> Int32:  # [rows.sum()]
+    """The step's own rows from each first one on: row i is -1 - i."""
     return int32(-1 - runs(first_rows, rows))
 
 
-def chain_levels(layout: AttentionLayout, nodes: Int32) -> Int32:  # [nodes, depth], root first
+def chain_levels(
+    layout: AttentionLayout,
+    nodes: Int32,  # [nodes] any of the layout's; -1: an empty chain
+) -> Int32:  # [nodes, depth], root first
     """The chain of each node, filled up with -1 in front."""
     levels: list[Int32] = []
     parents = np.append(layout.node_parent, np.int32(-1))  # node -1 reads the last
@@ -42,7 +48,10 @@ def node_page_counts(layout: AttentionLayout) -> Int32:  # [nodes] pages that ho
     return int32(-(-layout.node_tokens // layout.page_size))
 
 
-def node_sources(layout: AttentionLayout, nodes: Int32) -> Int32:
+def node_sources(
+    layout: AttentionLayout,
+    nodes: Int32,  # [nodes] any of the layout's
+) -> Int32:  # [pages of the nodes * page_size] slots
     """The tokens of some nodes, each from a page boundary on: pages are filled up with EMPTY."""
     size, counts = layout.page_size, node_page_counts(layout)[nodes]
     pages = layout.node_pages[runs(layout.node_page_indptr[nodes], counts)]
@@ -53,7 +62,7 @@ def node_sources(layout: AttentionLayout, nodes: Int32) -> Int32:
     return int32(np.where(np.arange(size) < left[:, None], slots, EMPTY).ravel())
 
 
-def token_slots(layout: AttentionLayout, nodes: Int32) -> Int32:
+def token_slots(layout: AttentionLayout, nodes: Int32) -> Int32:  # [tokens of the nodes]
     """The tokens of some nodes without gaps."""
     sources = node_sources(layout, nodes)
     return int32(sources[sources != EMPTY])

@@ -10,14 +10,16 @@ class BadPlan(ValueError):
     """A StepPlan that breaks the contract of worker.proto; nothing of it was run."""
 
 
-def decode_int32(name: str, blob: bytes) -> Int32:
+def decode_int32(name: str, blob: bytes) -> Int32:  # [len(blob) / 4], writable
+    """Raises BadPlan, by the field's name."""
     if not blob:
         return np.empty(0, np.int32)
     _check_length(name, blob)
     return np.frombuffer(blob, "<i4").astype(np.int32)  # a copy: torch wants writable arrays
 
 
-def decode_float32(name: str, blob: bytes) -> NDArray[np.float32]:
+def decode_float32(name: str, blob: bytes) -> NDArray[np.float32]:  # [len(blob) / 4], writable
+    """Raises BadPlan, by the field's name."""
     _check_length(name, blob)
     return np.frombuffer(blob, "<f4").astype(np.float32)
 

@@ -5,7 +5,8 @@ from torch import Tensor
 
 
 def to_host(tensor: Tensor) -> Tensor:
-    """Complete once an event that is recorded after this call has passed."""
+    """A copy in page-locked memory, complete once an event that is recorded after this call has
+    passed; on a CPU the tensor itself."""
     if tensor.device.type == "cpu":
         return tensor
     host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)

@@ -37,6 +37,7 @@ class ChainSteps:
     high: Int32  # [steps]
 
     def chosen(self, which: NDArray[np.integer], **changed: Int32) -> "ChainSteps":
+        """Some steps, by their numbers, with some of their fields changed."""
         kept = {f.name: getattr(self, f.name)[which] for f in fields(self)}
         return ChainSteps(**kept | changed)
 
@@ -52,8 +53,13 @@ class RowGroups:
     high: Int32  # [pieces]
 
 
-def chain_steps(layout: AttentionLayout, tokens: int, units: RowUnits, chains: Int32) -> ChainSteps:
-    """The steps of all chains, for chunks of some tokens; of the layout's ordered units."""
+def chain_steps(
+    layout: AttentionLayout,
+    tokens: int,  # of a chunk
+    units: RowUnits,  # of the layout, ordered
+    chains: Int32,  # [depth, units] nodes, root first; -1: none
+) -> ChainSteps:
+    """The steps of all chains, in chunks."""
     indptr = np.append(np.int32(0), np.cumsum(units.rows, dtype=np.int32))
     parts = [*_whole_steps(layout, units, chains, indptr), _partial_steps(layout, units, indptr)]
     stored = [part | {"chunk": part["begin"] // tokens} for part in parts]
@@ -144,7 +150,11 @@ def _own_steps(units: RowUnits, indptr: Int32) -> dict[str, NDArray[np.integer]]
     }
 
 
-def row_groups(steps: ChainSteps, cuts: Int32, limit: int) -> RowGroups:
+def row_groups(
+    steps: ChainSteps,
+    cuts: Int32,  # [tiles + 1] rows at which tiles begin
+    limit: int,  # steps of a piece
+) -> RowGroups:
     """Cut the steps at tiles and chunks, and where rows have more than `limit` steps, at rows."""
     steps, tile = _in_tiles(steps, cuts)
     order = np.lexsort((steps.begin, steps.low, steps.chunk, tile))

@@ -163,12 +163,13 @@ class HopperTree:
         self,
         tables: DeviceTables,
         partial: AttentionState,  # [kv_heads, partial_rows, head_dim], [kv_heads, partial_rows]
-        q: Tensor,
+        q: Tensor,  # [rows, query_heads, head_dim]
         kv: LayerKV,
-        target: AttentionState,
+        target: AttentionState,  # [rows, query_heads, head_dim], [rows, query_heads]; written
         *,
         merges: bool,  # the plan's
     ) -> None:
+        """Rows whose result is whole go to `target`, partial ones to `partial`."""
         if q.data_ptr() % 16 or q.stride(0) % 8:  # rows are read 16 bytes at a time
             q = q.contiguous()
         arguments = Arguments(

@@ -50,7 +50,8 @@ class Sections(Protocol):
     def records(self) -> Int32: ...  # [records, entries of one]
 
     def pack(self, capacity: Capacity, flat: Int32) -> None:
-        """Write what the device reads: see `section_starts`. The capacity holds the plan."""
+        """Write what the device reads into `flat`, of `table_size(capacity)` entries or more: see
+        `section_starts`. The capacity holds the plan."""
         ...
 
 
@@ -94,7 +95,7 @@ class ArraySections:
 
     of_streams: TileStreams
     of_pieces: Pieces
-    of_records: Int32
+    of_records: Int32  # [records, entries of one]
 
     def streams(self) -> TileStreams:
         return self.of_streams

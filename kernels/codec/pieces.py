@@ -210,8 +210,13 @@ def divide(
     return with_merge(streams, pieces[:, order], group, page_size)
 
 
-def with_merge(streams: TileStreams, pieces: Int32, group: int, page_size: int) -> Pieces:
-    """Give pieces (bin, tile, first step, steps, first row, row after the last) their results."""
+def with_merge(
+    streams: TileStreams,
+    pieces: Int32,  # [6, pieces]: bin, tile, first step, steps, first row, row after the last
+    group: int,  # query heads of a KV head
+    page_size: int,
+) -> Pieces:
+    """Give pieces the places of their results, and rows of several the places to merge."""
     owner, tile, first, steps, low, high = pieces
     rows = len(streams.rows)
     count = np.bincount(low, minlength=rows + 1) - np.bincount(high, minlength=rows + 1)

@@ -113,7 +113,9 @@ def ordered_units(layout: AttentionLayout) -> tuple[RowUnits, Int32]:
     ]
 
 
-def node_ranges(chains: Int32) -> tuple[Int32, Int32, Int32]:
+def node_ranges(
+    chains: Int32,  # [depth, units] nodes, root first; -1: none
+) -> tuple[Int32, Int32, Int32]:  # [nodes] each
     """Nodes with units below them, ascending; the first unit of each and the one after."""
     edge = chains[:, 1:] != chains[:, :-1]
     first, last = (np.ones(chains.shape, np.bool_) for _ in range(2))
@@ -158,20 +160,21 @@ def row_runs(layout: AttentionLayout, ordered: tuple[RowUnits, Int32] | None = N
 
 
 def chosen(runs: RowRuns, which: NDArray[np.integer], **changed: NDArray[np.integer]) -> RowRuns:
-    """Some of the runs, with some of their fields changed."""
+    """Some of the runs, by their numbers, with some of their fields changed."""
     columns = {f.name: getattr(runs, f.name)[which] for f in fields(runs)[2:]} | changed
     columns = {name: column.astype(np.int32) for name, column in columns.items()}
     return RowRuns(rows=runs.rows, visible=runs.visible, **columns)
 
 
 def joined(*parts: RowRuns) -> RowRuns:
+    """Runs of the same rows, part after part."""
     names = [f.name for f in fields(RowRuns)[2:]]
     columns = {name: np.concatenate([getattr(part, name) for part in parts]) for name in names}
     return RowRuns(rows=parts[0].rows, visible=parts[0].visible, **columns)
 
 
 def counted(count: NDArray[np.integer]) -> tuple[NDArray[np.intp], NDArray[np.integer]]:
-    """For each of `count` things of every owner, its owner and its number among these."""
+    """Owner of each of `count` things of every owner, and its number there: [count.sum()] each."""
     owner = np.repeat(np.arange(len(count)), count)
     return owner, np.arange(len(owner)) - np.repeat(np.cumsum(count) - count, count)
 
@@ -230,7 +233,12 @@ def within_window(runs: RowRuns, starts: Int32, size: int) -> tuple[RowRuns, NDA
     return chosen(_without(runs, drop, size), np.flatnonzero(left)), left
 
 
-def over_rows(reduce: np.ufunc, values: Int32, low: Int32, high: Int32) -> Int32:
+def over_rows(
+    reduce: np.ufunc,
+    values: Int32,  # [rows]
+    low: Int32,  # [ranges] first rows
+    high: Int32,  # [ranges] rows after the last; none is empty
+) -> Int32:  # [ranges]
     """The reduction of `values` over each range of rows."""
     pairs = np.empty(2 * len(low), np.int64)
     pairs[::2], pairs[1::2] = low, high

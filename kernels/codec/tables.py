@@ -26,7 +26,7 @@ class DeviceTables:
     """Views of one int32 buffer on the device, and what is in it."""
 
     capacity: Capacity
-    buffer: Tensor
+    buffer: Tensor  # [table_size(capacity)]
     rows: Tensor  # [rows]
     records: Tensor  # [records, RECORD + 2 * pages a step]
     words: Tensor  # [pages]

@@ -18,13 +18,13 @@ MASKED = 1 << 28  # of some mask word of a step: not every row sees every token
 CAUSAL = 1 << 23  # of a mask word: each row sees one token more than the row before
 
 
-def loaded_tokens(words: Int32) -> Int32:
+def loaded_tokens(words: Int32) -> Int32:  # as `words`, of any shape
     """Tokens that each page word has loaded."""
     tokens: Int32 = words >> PAGE_BITS & ((1 << TOKEN_BITS) - 1)
     return tokens
 
 
-def tile_cuts(runs: RowRuns, per_tile: int) -> Int32:
+def tile_cuts(runs: RowRuns, per_tile: int) -> Int32:  # [tiles + 1] rows
     """Tile borders: at most `per_tile` rows a tile, where the fewest pages are read twice."""
     rows = len(runs.rows)
     shared = runs.high - runs.low > 1

@@ -25,10 +25,16 @@ class Division(NamedTuple):
 
 
 def undivided(tiles: Int32) -> Division:
+    """Every tile read by one CTA to its end; nothing to merge."""
     return Division(tiles, 0, np.empty(0, np.int32), np.empty((0, 1), np.int32))
 
 
-def divide(tiles: Int32, num_rows: int, query_heads: int, ctas: int) -> Division:
+def divide(
+    tiles: Int32,  # [tiles, TILE_FIELDS], longest first
+    num_rows: int,  # of the step
+    query_heads: int,
+    ctas: int,
+) -> Division:
     """Cut long tiles between blocks where whole ones would leave CTAs idle."""
     if not len(tiles) or len(tiles) * query_heads > MOST_WAVES * ctas:
         return undivided(tiles)

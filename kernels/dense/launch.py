@@ -35,8 +35,8 @@ class DeviceTiles:
 
     items: Tensor  # [ctas, items, ITEM_FIELDS]
     blocks: Tensor  # [blocks * BLOCK_FIELDS]
-    row_first: Tensor
-    row_seen: Tensor
+    row_first: Tensor  # [rows]
+    row_seen: Tensor  # [rows]
 
 
 class Sources(NamedTuple):
@@ -55,7 +55,7 @@ class Sources(NamedTuple):
 class Matrix(NamedTuple):
     """As much of a descriptor as a compiled kernel's launcher reads."""
 
-    base: Tensor
+    base: Tensor  # [rows, heads, head_dim]
     shape: list[int]
     strides: list[int]
     padding: str

@@ -44,7 +44,7 @@ class PackedStage:
 
 @dataclass(frozen=True, kw_only=True)
 class PackedPlan:
-    joined: Int32
+    joined: Int32  # [entries] all tables, each from a multiple of ALIGNMENT on
     sources: Place  # [copied tokens]
     row_first: Place  # [rows]
     row_seen: Place  # [rows]

@@ -49,7 +49,7 @@ def steps(tiles: Int32) -> Int32:  # [tiles] blocks of each
     return int32(tiles[:, 3] + tiles[:, 5])
 
 
-def longest_first(tiles: Int32) -> Int32:
+def longest_first(tiles: Int32) -> Int32:  # [tiles] an order of them
     return int32(np.argsort(-steps(tiles), kind="stable"))
 
 
@@ -68,9 +68,14 @@ def row_tables(layout: AttentionLayout, streams: Streams) -> RowTables:
 
 
 def tile_tables(
-    layout: AttentionLayout, streams: Streams, rows: RowTables, segments: Int32, *, packed: bool
+    layout: AttentionLayout,
+    streams: Streams,
+    rows: RowTables,
+    segments: Int32,  # [segments] of the layout, ascending
+    *,
+    packed: bool,  # rows of several may share a tile
 ) -> TileTables:
-    """Of some segments; `packed`: rows of several may share a tile."""
+    """The tiles of some segments, and the blocks of tokens that each reads."""
     builder = _Builder(streams, rows, _least_seen(layout, streams, rows))
     groups = _groups(layout, streams, segments, packed)
     for start, stop, stream in zip(*_where(groups, groups.is_long), strict=True):

@@ -23,8 +23,8 @@ class CopiedKeys:
     """A copy in a scratch that all layers share, as the kernel reads it: in pages or not."""
 
     copy: TokenCopy
-    k: Tensor
-    v: Tensor
+    k: Tensor  # [tokens, kv_heads, head_dim], or [pages, page_size, kv_heads, head_dim]
+    v: Tensor  # as k
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,7 +33,7 @@ class FlashInferPlan:
     num_rows: int
     prefill: PlannedPrefill | None  # None: no row sees anything
     keys: CopiedKeys | None  # None: the pool's pages are read
-    row_order: Tensor | None
+    row_order: Tensor | None  # [rows] layout rows in the order of the batch; None: the same
     row_place: Tensor | None  # the inverse
     empty_rows: Tensor | None  # the layout's rows that see nothing; None: there are none
 

@@ -17,7 +17,11 @@ class StrategyCosts(Protocol):
     ) -> Cost: ...
 
 
-def fa2_tile(rows: Int32, group: int, head_dim: int) -> int:
+def fa2_tile(
+    rows: Int32,  # [requests]
+    group: int,  # query heads of a KV head
+    head_dim: int,
+) -> int:  # rows x heads of a group
     """The tile that fa2 takes for all requests of a batch, by their mean length."""
     mean = int(rows.sum()) * group // max(len(rows), 1)
     if mean > 64 and head_dim < 256:
@@ -26,6 +30,7 @@ def fa2_tile(rows: Int32, group: int, head_dim: int) -> int:
 
 
 def fa2_engine(rows: Int32, group: int, head_dim: int) -> str:
+    """The name in cost tables of what fa2 takes: see `fa2_tile`."""
     tile = fa2_tile(rows, group, head_dim)
     return "fa2" if tile == 128 else f"fa2_{tile}"
 

@@ -69,7 +69,10 @@ class PrefillBatch:
         return rows if self.masked_rows is None else np.union1d(rows, self.masked_rows)
 
 
-def seeing_requests(rows: Int32, kv_tokens: Int32) -> tuple[Int32, Int32]:
+def seeing_requests(
+    rows: Int32,  # [requests]
+    kv_tokens: Int32,  # [requests]
+) -> tuple[Int32, Int32]:
     """Causal requests, where those with more rows than tokens have their first rows apart."""
     blind = np.maximum(rows - kv_tokens, 0)
     if not blind.any():

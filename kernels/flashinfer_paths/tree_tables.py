@@ -42,8 +42,14 @@ class _ItemBatch:
     places: list[Int32] = field(default_factory=list[Int32])
     sources: list[Int32] = field(default_factory=list[Int32])
 
-    def add(self, rows: int, prefix: Int32, own_rows: Int32, places: Int32) -> None:
-        """`prefix` and `own_rows` are where the keys come from; blind rows have neither."""
+    def add(
+        self,
+        rows: int,
+        prefix: Int32,  # [tokens] slots of the pool
+        own_rows: Int32,  # [tokens] rows of the step
+        places: Int32,  # [own rows] of each in its item, for the mask
+    ) -> None:
+        """A request whose keys are the prefix and the rows; blind rows have neither."""
         if not rows:
             return
         tokens = len(prefix) + len(own_rows)

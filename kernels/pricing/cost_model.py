@@ -23,7 +23,7 @@ class Costs(Protocol):
     @property
     def launch_seconds(self) -> float: ...  # of a call of the torch path
 
-    def block_seconds(self, rows: Int32 | int, kv_tokens: Int32 | int) -> Float64: ...
+    def block_seconds(self, rows: Int32 | int, kv_tokens: Int32 | int) -> Float64: ...  # C_est
 
     def strategy_cost(
         self, phase: Phase, kernel: Kernel, layout: AttentionLayout, work: Work
@@ -76,7 +76,7 @@ class CostTable:
         return self.torch_engine.launch_seconds
 
     def block_seconds(self, rows: Int32 | int, kv_tokens: Int32 | int) -> Float64:
-        """C_est of the torch path, elementwise."""
+        """C_est of the torch path in seconds, elementwise."""
         return self.torch_engine.block_seconds(rows, kv_tokens)
 
     def work_cost(self, work: Work) -> Cost:

@@ -65,7 +65,7 @@ class BlockEngine:
         require_positive([*np.ravel(table).tolist(), self.launch_seconds])
 
     def block_seconds(self, rows: Int32 | int, kv_tokens: Int32 | int) -> Float64:
-        """C_est, elementwise; 0 where there are no rows or no tokens."""
+        """C_est in seconds, elementwise; 0 where there are no rows or no tokens."""
         row, tokens = np.broadcast_arrays(np.asarray(rows), np.asarray(kv_tokens))
         log_seconds = np.log(np.array(self.seconds))
         low_row, row_part = _grid_cell(self.rows, row)
@@ -203,7 +203,11 @@ class TileEngine:
 Engine = BlockEngine | TileEngine
 
 
-def causal_tile_tokens(rows: Int32, kv_tokens: Int32, tile_rows: int) -> Float64:
+def causal_tile_tokens(
+    rows: Int32,  # [blocks]
+    kv_tokens: Int32,  # [blocks]
+    tile_rows: int,
+) -> Float64:  # [blocks]
     """Sum of the tokens that the tiles of causal blocks read: each up to its last row's."""
     row, tokens = rows.astype(np.float64), kv_tokens.astype(np.float64)
     row = np.minimum(row, tokens)  # rows before these see nothing

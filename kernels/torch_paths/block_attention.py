@@ -69,7 +69,11 @@ def causal_mask(rows: int, tokens: int, device: torch.device) -> Tensor:  # [1, 
 
 
 def attend_by_matmul(
-    q: Tensor, k: Tensor, v: Tensor, shape: HeadShape, mask: Tensor | None
+    q: Tensor,  # [batch, rows, query_heads, head_dim]
+    k: Tensor,  # [batch, tokens, kv_heads, head_dim]
+    v: Tensor,  # as k
+    shape: HeadShape,
+    mask: Tensor | None,  # added to [batch, query_heads, rows, tokens] scores
 ) -> AttentionState:
     """On any device, in float32; the scores are in memory as a whole."""
     batch, rows = q.shape[:2]

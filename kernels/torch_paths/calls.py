@@ -21,7 +21,7 @@ MAX_BATCHED_SCATTERED_TOKENS = 1024
 class PageTokens:
     """Tokens `start` .. `start + tokens` of a list of pages, shared by all sequences of a call."""
 
-    pages: Int32
+    pages: Int32  # [pages]
     start: int
     tokens: int
     page_size: int
@@ -128,12 +128,16 @@ def dense_call(row_start: int, rows: int, tokens: PageTokens) -> Call:
     return Call(row_start=int32([row_start]), rows=int32([rows]), tokens=tokens)
 
 
-def size_classes(sizes: Int32) -> Int32:
+def size_classes(sizes: Int32) -> Int32:  # as `sizes`
     """Sizes of one class differ by less than a factor of sqrt(2), so padding wastes less."""
     return np.round(2 * np.log2(np.maximum(sizes, 1))).astype(np.int32)
 
 
-def own_row_calls(row_start: Int32, rows: Int32, first: Int32) -> list[Call]:
+def own_row_calls(
+    row_start: Int32,  # [items] rows of the step that ask
+    rows: Int32,  # [items]
+    first: Int32,  # [items] rows of the step from which on they read
+) -> list[Call]:
     """Causal attention of items over their own rows, a call for each class of lengths."""
     classes = np.where(rows > 0, size_classes(rows), -1)
     calls: list[Call] = []
@@ -146,7 +150,11 @@ def own_row_calls(row_start: Int32, rows: Int32, first: Int32) -> list[Call]:
     return calls
 
 
-def shared_page_calls(row_start: Int32, rows: Int32, tokens: PageTokens) -> list[Call]:
+def shared_page_calls(
+    row_start: Int32,  # [sequences]
+    rows: Int32,  # [sequences]
+    tokens: PageTokens,
+) -> list[Call]:
     """Sequences that each read the same tokens, a call for each class of row counts."""
     classes = np.where(rows > 0, size_classes(rows), -1)
     members = (classes == size for size in np.unique(classes[classes >= 0]))

@@ -30,7 +30,7 @@ class CodecPlan:
     tasks: TaskList
     calls: list[DeviceCall]
     num_partials: int
-    row_order: Tensor | None
+    row_order: Tensor | None  # [rows] layout rows in depth-first order; None: they are
     reduction: Tensor  # [parts, rows] partial results of each row of the layout
 
 

@@ -73,7 +73,12 @@ def divide(forest: PrefixForest, costs: Costs, limits: CodecLimits) -> TaskList:
     )
 
 
-def split_counts(rows: Int32, tokens: Int32, costs: Costs, limits: CodecLimits) -> Int32:
+def split_counts(
+    rows: Int32,  # [tiles]
+    tokens: Int32,  # [tiles]
+    costs: Costs,
+    limits: CodecLimits,
+) -> Int32:  # [tiles]
     """Parts of each tile, as few as keep every part under the least makespan that is possible.
 
     With all parts under a bound, no division takes less than (sum of costs) / workers; the bound
@@ -103,7 +108,10 @@ def split_counts(rows: Int32, tokens: Int32, costs: Costs, limits: CodecLimits) 
     return fewest(high)[0]
 
 
-def longest_first(seconds: Float64, workers: int) -> Int32:
+def longest_first(
+    seconds: Float64,  # [tasks]
+    workers: int,
+) -> Int32:  # [tasks] worker of each
     """Give each task, the longest first, to the worker that has the least to do."""
     worker = np.zeros(len(seconds), np.int32)
     loads = [(0.0, w) for w in range(workers)]

@@ -44,8 +44,8 @@ class CustomMaskPlan:
     work: Work
     num_rows: int
     requests: list[MaskedRequest]
-    row_order: Tensor | None
-    row_place: Tensor | None
+    row_order: Tensor | None  # [rows] layout rows, tree after tree; None: they are so
+    row_place: Tensor | None  # [rows] the inverse
 
 
 class CustomMaskAttention:

@@ -49,8 +49,8 @@ class MultiItemPlan:
     work: Work
     num_rows: int
     requests: list[ItemRequest]
-    row_order: Tensor | None
-    row_place: Tensor | None
+    row_order: Tensor | None  # [rows] layout rows, tree after tree; None: they are so
+    row_place: Tensor | None  # [rows] the inverse
 
 
 class MultiItemAttention:

@@ -52,8 +52,8 @@ class SchedulePlan:
     work: Work
     num_rows: int
     stages: list[StagePlan]
-    row_order: Tensor | None
-    row_place: Tensor | None
+    row_order: Tensor | None  # [rows] layout rows in the order of the calls; None: the same
+    row_place: Tensor | None  # [rows] the inverse
 
 
 class ScheduledAttention(ABC):

@@ -42,7 +42,11 @@ class ChainReads:
         )
 
 
+# `segments` below: [segments] numbers of the layout's segments that are computed.
+
+
 def own_stage(layout: AttentionLayout, segments: Int32) -> Stage:
+    """The items among the segments over their own rows."""
     items = segments[layout.segment_is_item[segments] & (layout.segment_rows[segments] > 0)]
     first = layout.segment_indptr[items]
     return own_row_calls(first, layout.segment_rows[items], first)

@@ -34,7 +34,7 @@ class Staging:
         return buffer
 
     def send(self, target: Tensor, parts: Sequence[slice]) -> None:
-        """Parts of the buffer that was taken last, to the same places of the target."""
+        """Parts of the buffer that was taken last, to the same places of a target of its size."""
         for part in parts:
             there, here = self._views(target, part)
             there.copy_(here, non_blocking=True)

@@ -96,7 +96,7 @@ class KvPool:
             pool.index_copy_(1, destination, pool.index_select(1, source))
 
     def poison(self, pages: Int32) -> None:
-        """Fill pages that nobody may read with NaN, so that a read shows."""
+        """Fill pages ([pages] numbers) that nobody may read with NaN, so that a read shows."""
         index = device_tensor(pages.astype(np.int64), self.device)
         nan = raw(torch.full((1,), torch.nan, device=self.device).to(self.shape.dtype))[0]
         for values in (raw(self._k), raw(self._v)):

@@ -30,7 +30,10 @@ def trial_steps(limits: StepLimits) -> Iterator[worker_pb2.StepPlan]:
         yield _decode_step(limits)
 
 
-def prompt_step(limits: StepLimits, lengths: Int32) -> worker_pb2.StepPlan:
+def prompt_step(
+    limits: StepLimits,
+    lengths: Int32,  # [prompts] tokens
+) -> worker_pb2.StepPlan:
     """Prompts of some lengths, each from page boundary to page boundary; every row is read."""
     pages = int32(-(-lengths // limits.page_size))
     first_page = int32(np.cumsum(pages) - pages)

@@ -48,6 +48,10 @@ class ChunkedGather:
         return Gathered(logprobs, argmax, likeliest, failed)
 
 
-def between(rows: NDArray[np.integer], start: int, stop: int) -> NDArray[np.intp]:
+def between(
+    rows: NDArray[np.integer],  # [reads]
+    start: int,
+    stop: int,
+) -> NDArray[np.intp]:
     """Which entries are rows of start..stop - 1."""
     return np.flatnonzero((rows >= start) & (rows < stop))

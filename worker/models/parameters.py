@@ -16,16 +16,16 @@ LM_HEAD = "lm_head.weight"
 class LayerWeights:
     attention_norm: Tensor  # [hidden]
     qkv: Tensor  # [query + 2 * kv, hidden]
-    qkv_bias: Tensor | None
+    qkv_bias: Tensor | None  # [query + 2 * kv]
     q_norm: Tensor | None  # [head_dim]
     k_norm: Tensor | None  # [head_dim]
     output: Tensor  # [hidden, query]
-    output_bias: Tensor | None
+    output_bias: Tensor | None  # [hidden]
     mlp_norm: Tensor  # [hidden]
     gate_up: Tensor  # [2 * intermediate, hidden]
-    gate_up_bias: Tensor | None
+    gate_up_bias: Tensor | None  # [2 * intermediate]
     down: Tensor  # [hidden, intermediate]
-    down_bias: Tensor | None
+    down_bias: Tensor | None  # [hidden]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -27,9 +27,9 @@ class SamplerParams:
     top_p: float  # 1: off
     min_p: float  # 0: off
     seed: int  # 64 bits
-    bias_ids: Int32
-    bias_values: Float32
-    banned_ids: Int32
+    bias_ids: Int32  # [biases]
+    bias_values: Float32  # [biases] added to the logits of bias_ids
+    banned_ids: Int32  # [banned] never drawn
     min_tokens_banned_ids: Int32  # banned while sample_index < min_new_tokens
     min_new_tokens: int
     top_logprobs: int

@@ -127,7 +127,7 @@ class Sampler:
         return self._read.only(samples.slots)
 
     def drew(self, slots: Int32) -> None:
-        """The device put tokens into the slots."""
+        """The device put tokens into these slots ([drawn])."""
         self._has_token[slots] = True
 
     def end(self, samples: Samples) -> None:

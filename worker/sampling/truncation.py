@@ -25,8 +25,12 @@ class Truncation:
     longest: int  # the largest top_k
 
     @classmethod
-    def of(cls, top_k: Int32, top_p: NDArray[np.float64], like: Tensor) -> Self:
-        """One of each a row; top_k 0 and top_p 1 are off."""
+    def of(
+        cls,
+        top_k: Int32,  # [rows] 0: off
+        top_p: NDArray[np.float64],  # [rows] 1: off
+        like: Tensor,  # [rows, vocab], on the device of the logits
+    ) -> Self:
         most = np.where(top_k > 0, top_k, like.shape[-1])
         return cls(
             most=index_tensor(most, like.device),

@@ -50,9 +50,12 @@ def layout_ahead(layout: AttentionLayout, ahead: Int32) -> AttentionLayout:
 
 
 def longest_layout(
-    layout: AttentionLayout, segment_kind: Int32, row_steps: Int32
+    layout: AttentionLayout,  # of sub-step 0, with the pages of the last
+    segment_kind: Int32,  # [rows]
+    row_steps: Int32,  # [rows] sub-steps for which each counts
 ) -> AttentionLayout:
-    """The layout of the last sub-step; every segment must be a row below a leaf of its own."""
+    """The layout of the last sub-step. Raises BadPlan unless every segment is a row below a leaf
+    of its own."""
     if not len(layout.segment_node) == len(segment_kind) == len(row_steps):
         raise BadPlan("segment_node: a burst has one segment a row")
     if (segment_kind != worker_pb2.SEGMENT_KIND_DECODE).any():

@@ -34,6 +34,7 @@ class StepLimits:
 
 
 def check_range(name: str, values: NDArray[np.integer], low: int, end: int) -> None:
+    """Raises BadPlan unless low <= value < end for each."""
     if values.size and (values.min() < low or values.max() >= end):
         wrong = values[(values < low) | (values >= end)]
         shown = ", ".join(str(v) for v in wrong[:SHOWN_VALUES])
@@ -41,6 +42,7 @@ def check_range(name: str, values: NDArray[np.integer], low: int, end: int) -> N
 
 
 def check_unique(name: str, values: Int32) -> None:
+    """Raises BadPlan where two are equal; values that ascend, as most do, take one pass."""
     if len(values) < 2 or (values[1:] > values[:-1]).all():
         return
     ordered = np.sort(values)
@@ -50,6 +52,7 @@ def check_unique(name: str, values: Int32) -> None:
 
 
 def check_indptr(name: str, indptr: Int32, slices: int, total: int) -> None:
+    """Raises BadPlan unless it has `slices` + 1 offsets that rise from 0 to `total`."""
     if len(indptr) != slices + 1:
         raise BadPlan(f"{name} has {len(indptr)} numbers; {slices} slices need {slices + 1}")
     if indptr[0] != 0 or indptr[-1] != total or (indptr[1:] < indptr[:-1]).any():
@@ -57,6 +60,7 @@ def check_indptr(name: str, indptr: Int32, slices: int, total: int) -> None:
 
 
 def check_forest(layout: AttentionLayout, kv_pages: int) -> None:
+    """Of a cache of so many pages. Raises BadPlan."""
     nodes = layout.num_nodes
     if len(layout.node_tokens) != nodes:
         raise BadPlan(f"{nodes} node_parent but {len(layout.node_tokens)} node_tokens")
@@ -101,7 +105,12 @@ def _check_node_tokens(layout: AttentionLayout) -> None:
         raise BadPlan("node_tokens: a node with children must end at the end of a page")
 
 
-def check_segments(layout: AttentionLayout, kind: Int32, kernel: Int32) -> None:
+def check_segments(
+    layout: AttentionLayout,
+    kind: Int32,  # [segments] SegmentKind
+    kernel: Int32,  # [segments] Kernel; 0: the worker chooses
+) -> None:
+    """Raises BadPlan."""
     segments = layout.num_segments
     if len(kind) != segments or len(kernel) != segments:
         raise BadPlan(
@@ -120,8 +129,15 @@ def check_segments(layout: AttentionLayout, kind: Int32, kernel: Int32) -> None:
         raise BadPlan("segment_indptr: a stored segment has more rows than its chain has tokens")
 
 
-def check_layout_rows(layout: AttentionLayout, positions: Int32, kv_slots: Int32) -> None:
-    """Positions follow from the chains, and stored rows go where their chains say."""
+def check_layout_rows(
+    layout: AttentionLayout,
+    positions: Int32,  # [rows]
+    kv_slots: Int32,  # [rows] -1: not stored
+) -> None:
+    """Positions follow from the chains, and stored rows go where their chains say.
+
+    Raises BadPlan.
+    """
     rows = layout.segment_rows
     first = layout.chain_tokens - np.where(layout.segment_is_item, np.int32(0), rows)
     shifts = (first - layout.segment_indptr[:-1]).repeat(rows)

@@ -79,7 +79,10 @@ def part_of(layout: AttentionLayout, candidate: Candidate) -> AttentionLayout:
     return layout if candidate.is_whole_step else sub_layout(layout, candidate.segments)
 
 
-def sub_layout(layout: AttentionLayout, segments: NDArray[np.intp]) -> AttentionLayout:
+def sub_layout(
+    layout: AttentionLayout,
+    segments: NDArray[np.intp],  # [segments] numbers, ascending
+) -> AttentionLayout:
     """The segments and the nodes above them, numbered anew."""
     nodes = _nodes_above(layout, layout.segment_node[segments])
     if len(segments) == layout.num_segments and len(nodes) == layout.num_nodes:
@@ -100,7 +103,12 @@ def sub_layout(layout: AttentionLayout, segments: NDArray[np.intp]) -> Attention
     )
 
 
-def group(step: Step, phase: Phase, segments: NDArray[np.intp]) -> AttentionGroup:
+def group(
+    step: Step,
+    phase: Phase,
+    segments: NDArray[np.intp],  # [segments] numbers, ascending
+) -> AttentionGroup:
+    """Rows that lie together are a slice of the step's, so that nobody copies them."""
     layout = step.layout
     if step.is_one_tree:
         return AttentionGroup(phase=phase, layout=layout, rows=slice(0, step.num_rows))

@@ -9,7 +9,7 @@ from typing import Any
 
 import grpc
 
-from stemserve.service.client.routing import HEADER
+from stemserve.service.metadata_keys import ROUTING_KEY
 
 MAX_MESSAGE_BYTES = 64 << 20
 RETRIES = {
@@ -41,7 +41,7 @@ HASHED = {
             "ring_hash_experimental": {
                 "minRingSize": 1024,
                 "maxRingSize": 4096,
-                "requestHashHeader": HEADER,
+                "requestHashHeader": ROUTING_KEY,
             }
         }
     ]

@@ -6,7 +6,7 @@ from types import MappingProxyType
 import grpc
 from google.rpc import error_details_pb2, status_pb2
 
-from stemserve.service.serving.status import DETAILS_KEY
+from stemserve.service.metadata_keys import STATUS_DETAILS_KEY
 
 NO_VIOLATIONS: Mapping[str, str] = MappingProxyType({})
 
@@ -33,7 +33,7 @@ class ClientError(Exception):
 
 def client_error(error: grpc.aio.AioRpcError) -> ClientError:
     for key, value in error.trailing_metadata() or ():
-        if key == DETAILS_KEY and isinstance(value, bytes):
+        if key == STATUS_DETAILS_KEY and isinstance(value, bytes):
             return status_error(status_pb2.Status.FromString(value))
     return ClientError(error.code(), error.details() or "no reason was given")
 

@@ -9,8 +9,8 @@ import re
 from google.protobuf.message import Message
 
 from stemserve.proto.v1 import inference_pb2, info_pb2, prefixes_pb2
+from stemserve.service.metadata_keys import ROUTING_KEY
 
-HEADER = "x-prefix-id"
 # Of a prompt: turns of one conversation, and conversations with one system prompt, then meet.
 HEAD_CHARACTERS = 1_024
 HEAD_BYTES = 4 * 256  # of a prompt's token ids
@@ -22,7 +22,7 @@ _PLAIN = re.compile(r"[A-Za-z0-9_-]{1,128}")
 def route(request: Message) -> tuple[tuple[str, str], ...]:
     """The metadata of a call; none where nothing says what it shares with others."""
     key = _key(request)
-    return ((HEADER, key),) if key else ()
+    return ((ROUTING_KEY, key),) if key else ()
 
 
 def prefix_ids(request: Message) -> tuple[str, ...]:

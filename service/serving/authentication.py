@@ -11,11 +11,12 @@ import grpc
 from stemserve.service.caller import Caller, salt_of, set_caller
 from stemserve.service.config.access import AuthConfig, TenantConfig
 from stemserve.service.errors import Unauthenticated
+from stemserve.service.metadata_keys import STATUS_DETAILS_KEY
 from stemserve.service.metrics.call_metrics import Metrics
 from stemserve.service.serving.credentials import Identify, identification
 from stemserve.service.serving.handler_memo import HandlerMemo
 from stemserve.service.serving.health import SERVICE_NAME as HEALTH_SERVICE
-from stemserve.service.serving.status import DETAILS_KEY, status_code, status_message
+from stemserve.service.serving.status import status_code, status_message
 
 OPEN_METHODS = frozenset(f"/{HEALTH_SERVICE}/{method}" for method in ("Check", "Watch"))
 
@@ -88,7 +89,7 @@ class Authentication(grpc.aio.ServerInterceptor):
         except Unauthenticated as error:
             self._metrics.unauthenticated(error.reason)
             details = status_message(error).SerializeToString()
-            await context.abort(status_code(error), str(error), ((DETAILS_KEY, details),))
+            await context.abort(status_code(error), str(error), ((STATUS_DETAILS_KEY, details),))
 
 
 def authentication(

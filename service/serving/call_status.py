@@ -12,10 +12,11 @@ import grpc
 from google.protobuf.message import DecodeError
 
 from stemserve.service.errors import DeadlinePassed, InvalidRequest, RequestError
+from stemserve.service.metadata_keys import STATUS_DETAILS_KEY
 from stemserve.service.metrics.call_metrics import Metrics
 from stemserve.service.serving.call_watch import CallWatch
 from stemserve.service.serving.handler_memo import HandlerMemo
-from stemserve.service.serving.status import DETAILS_KEY, status_code, status_message, unexpected
+from stemserve.service.serving.status import status_code, status_message, unexpected
 
 OUR_SERVICES = "/stemserve."
 METHOD_LABELS = {
@@ -247,6 +248,6 @@ async def _abort(context: Context, error: RequestError) -> None:
     details = status_message(error).SerializeToString()
     try:
         async with asyncio.timeout(STATUS_S):
-            await context.abort(status_code(error), str(error), ((DETAILS_KEY, details),))
+            await context.abort(status_code(error), str(error), ((STATUS_DETAILS_KEY, details),))
     except TimeoutError:
         raise asyncio.CancelledError from error

@@ -12,7 +12,7 @@ import grpc
 
 from stemserve.service.call_facts import CallFacts, current_call, set_call
 from stemserve.service.caller import current_caller
-from stemserve.service.client.routing import HEADER as ROUTING_KEY
+from stemserve.service.metadata_keys import ROUTING_KEY
 from stemserve.service.tracing.trace_context import remote_parent
 from stemserve.service.tracing.tracer import Tracer
 

@@ -17,7 +17,6 @@ from stemserve.service.errors import (
 )
 
 DOMAIN = "stemserve"
-DETAILS_KEY = "grpc-status-details-bin"
 
 
 def status_code(error: RequestError) -> grpc.StatusCode:

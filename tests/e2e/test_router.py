@@ -26,7 +26,8 @@ from tests.e2e.served import scrape
 from stemserve.proto.v1 import inference_pb2, info_pb2, info_pb2_grpc, prefixes_pb2
 from stemserve.service.client import Client, ClientError
 from stemserve.service.client.channel import OPTIONS
-from stemserve.service.client.routing import HEADER, route
+from stemserve.service.client.routing import route
+from stemserve.service.metadata_keys import ROUTING_KEY
 
 Started = tuple["subprocess.Popen[str]", dict[str, int]]
 
@@ -57,7 +58,7 @@ class Fleet:
         """The server to which calls of a key go."""
         stub: Any = info_pb2_grpc.InfoStub(channel)
         request = info_pb2.GetModelRequest()
-        name: str = (await stub.GetModel(request, metadata=((HEADER, key),), timeout=10)).model
+        name: str = (await stub.GetModel(request, metadata=((ROUTING_KEY, key),), timeout=10)).model
         return name
 
     async def owners(self) -> dict[str, str]:

@@ -9,7 +9,8 @@ from tests.service.serving import serving
 from stemserve.proto.v1 import inference_pb2, info_pb2, prefixes_pb2
 from stemserve.service.client import Client, ClientError
 from stemserve.service.client.prefixes import KnownPrefixes, with_id
-from stemserve.service.client.routing import HEADER, prefix_ids, route
+from stemserve.service.client.routing import prefix_ids, route
+from stemserve.service.metadata_keys import ROUTING_KEY
 
 Score = inference_pb2.ScoreRequest
 Context = inference_pb2.Context
@@ -23,7 +24,7 @@ def generate(text: str = "", prefix_id: str = "") -> inference_pb2.GenerateReque
 
 
 def test_all_calls_with_a_registered_prefix_go_where_it_was_registered() -> None:
-    by_id = ((HEADER, "manual"),)
+    by_id = ((ROUTING_KEY, "manual"),)
     context = Context(prefix_id="manual", text="and more")
     for request in (
         Register(text="text", prefix_id="manual"),

@@ -12,9 +12,9 @@ from stemserve.kernels.sampling.slot_tables import SlotTables
 from stemserve.worker.graphs.capture import Capture
 from stemserve.worker.graphs.decode_graph import DecodeGraph, DecodeParts
 from stemserve.worker.graphs.padded_burst import InputsShape, PaddedBurst, idle_burst
-from stemserve.worker.graphs.staging import Staging
 from stemserve.worker.memory.kv_pool import KvPool
 from stemserve.worker.models.transformer import Transformer
+from stemserve.worker.steps.staging import Staging
 
 PAGES_OF_A_PLAN = 1 << 18  # at most: a megabyte of words, and one of masks
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from stemserve.kernels.layout import Int32
-from stemserve.worker.graphs.staging import Staging
+from stemserve.worker.steps.staging import Staging
 
 ROW_ARRAYS = 3
 

@@ -243,3 +243,24 @@ def test_bursts_and_drafts_take_turns() -> None:
     job = repeating("g", random_tokens(1, 20), max_new_tokens=200)
     run_right(rig, job)
     assert max(plan.repeat for plan in rig.plans) == 8
+
+
+@pytest.mark.parametrize("burst", [1, 4])
+def test_a_text_that_copies_nothing_has_the_very_steps_that_it_has_without(burst: int) -> None:
+    """Drafts that do not come true are made and compared, and cost no step anything."""
+    plans: list[list[bytes]] = []
+    for draft_tokens in (0, 8):
+        rig = make_rig(pages=120, burst=burst, drafts=DraftPolicy(default_tokens=draft_tokens))
+        rig.run(generate_job("first", [0], max_new_tokens=8))
+        rig.plans.clear()
+        jobs = [
+            generate_job(f"g{n}", random_tokens(n, 30), temperature=5.0, seed=n, max_new_tokens=70)
+            for n in range(3)
+        ]
+        rig.run(*jobs)
+        assert all(usage_of(rig.answers[job.request_id]).drafted_tokens == 0 for job in jobs)
+        plans.append([plan.SerializeToString(deterministic=True) for plan in rig.plans])
+        copying = repeating("copying", random_tokens(4, 20), max_new_tokens=70)
+        (usage,) = run_right(rig, copying)
+        assert (usage.drafted_tokens > 0) == (draft_tokens > 0)  # where they come true
+    assert plans[0] == plans[1]

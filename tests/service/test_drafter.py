@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from tests.service.toy_jobs import int32
 
+from stemserve.service.batching import drafter as drafter_module
 from stemserve.service.batching.drafter import (
     LONGEST_MATCH,
     SHORTEST_MATCH,
@@ -123,3 +124,28 @@ def test_a_draft_that_was_cut_goes_on_where_it_was(rng: np.random.Generator) -> 
     rest = found.draft()
     found.add(rest[:1])
     assert found.draft() == (rest[1:] or prompt[9 + len(rest) : 17 + len(rest)])
+
+
+class CountedHistory(TokenHistory):
+    """Counts the tokens that looks go through."""
+
+    looked_at = 0
+
+    def draft(self, most: int) -> list[int]:
+        CountedHistory.looked_at += self._count
+        return super().draft(most)
+
+
+def test_where_nothing_is_copied_a_token_costs_a_look_at_a_quarter_of_the_text(
+    rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each look is one comparison of arrays; nothing is built and kept for them."""
+    monkeypatch.setattr(drafter_module, "TokenHistory", CountedHistory)
+    monkeypatch.setattr(CountedHistory, "looked_at", 0)
+    tokens: list[int] = rng.permutation(9000).tolist()
+    found = Drafter(int32(tokens[:8000]), max_new_tokens=1000, most=8)
+    for token in tokens[8000:]:
+        found.add([token])
+    warm_up = 16  # tokens until it looks at every fourth
+    assert CountedHistory.looked_at <= (1000 / 4 + warm_up) * 9000
+    assert found.draft() == []

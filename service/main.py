@@ -185,6 +185,7 @@ async def serve(
             metrics=core.metrics,
             watch=watch,
         )
+        await services.prepare()
         services.add_to(servers.rpc)
         admin = await stack.enter_async_context(
             admin_port(

@@ -88,7 +88,7 @@ class Services:
         pool = TokenizerPool(tokenizer, executor, long_executor=long_executor, admit=admit)
         contexts = ContextEncoder(pool, registry, vocab_size=facts.vocab_size, limits=limits)
         score = ScoreRunner(ScoreEncoder(contexts, pool, limits, facts), engine, metrics)
-        compiler = ConstraintCompiler(
+        compiler = self._compiler = ConstraintCompiler(
             tokenizer,
             compile_queue,
             metrics,
@@ -124,6 +124,10 @@ class Services:
         self._info = InfoServicer(
             engine, registry, score, generate, limits, version=stemserve.__version__
         )
+
+    async def prepare(self) -> None:
+        """To be awaited once, before there are calls."""
+        await self._compiler.prepare()
 
     async def keep(self) -> None:
         """Runs until cancelled: looks after prefixes and tries."""

@@ -3,6 +3,7 @@
 import asyncio
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from functools import cached_property, partial
 from typing import TypeVar
 
@@ -35,6 +36,13 @@ class ConstraintCompiler:
         self._max_s = max_compile_ms / 1000
         self._kept = KeptConstraints()
         self._running: dict[tuple[str, Source], asyncio.Future[Constraint]] = {}
+
+    async def prepare(self) -> None:
+        """Make what the library knows of the vocabulary, for all constraints on text to come: up
+        to a second and a half, in which nothing else of the process runs. To be done before there
+        are calls. A model that cannot have such constraints says so to those who ask for one."""
+        with suppress(InvalidRequest):
+            await self._queue.submit("", lambda: self._vocabulary)
 
     async def compiled(
         self, tenant: str, source: Source, build: Callable[[], Constraint] | None = None
@@ -107,5 +115,5 @@ class ConstraintCompiler:
 
     @cached_property
     def _vocabulary(self) -> Vocabulary:
-        """Some 100 ms; made for the first constraint. Raises InvalidRequest."""
+        """Raises InvalidRequest."""
         return Vocabulary(self._tokenizer, self._vocab_size)

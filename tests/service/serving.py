@@ -118,6 +118,7 @@ async def serving(
             metrics=metrics,
             watch=watch,
         )
+        await services.prepare()
         services.add_to(server)
         async with (
             _started(server, services, tls or TlsConfig()) as target,

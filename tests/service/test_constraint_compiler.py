@@ -12,10 +12,11 @@ from prometheus_client import CollectorRegistry
 from tests.service.serving import BYTE_VOCABULARY, EOS_ID, byte_tokenizer, fixed_tokens
 from tests.service.token_constraints import OneOf
 
+from stemserve.service.constraints import compiler as compiler_module
 from stemserve.service.constraints.compile_queue import MOST_WAITING, CompileQueue
 from stemserve.service.constraints.compiler import ConstraintCompiler
 from stemserve.service.constraints.constraint import ConstraintFault
-from stemserve.service.constraints.grammar import Source
+from stemserve.service.constraints.grammar import Source, Vocabulary
 from stemserve.service.constraints.kept import KEPT, KEPT_BYTES
 from stemserve.service.errors import InvalidRequest, QueueFull
 from stemserve.service.metrics.call_metrics import Metrics
@@ -264,3 +265,32 @@ async def test_a_tenant_with_many_constraints_throws_out_its_own(
     for count in range(1, KEPT + 2):
         await compiler.compiled("a", Source("regex", f"a{{{count}}}"))
     assert await compiler.compiled("b", source) is of_b
+
+
+async def test_what_all_constraints_need_is_made_once_before_there_are_calls(
+    executor: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The library lets no other thread run while it makes that."""
+    made: list[Vocabulary] = []
+
+    class Noted(Vocabulary):
+        def __init__(self, tokenizer: Tokenizer, vocab_size: int) -> None:
+            super().__init__(tokenizer, vocab_size)
+            made.append(self)
+
+    monkeypatch.setattr(compiler_module, "Vocabulary", Noted)
+    compiler = make_compiler(executor)
+    await compiler.prepare()
+    assert len(made) == 1
+    for text in ("a", "b"):
+        await compiler.compiled(TENANT, Source("regex", text))
+    assert len(made) == 1
+
+
+async def test_a_model_that_can_have_no_constraints_on_text_starts_all_the_same(
+    executor: ThreadPoolExecutor,
+) -> None:
+    compiler = make_compiler(executor, tokenizer=fixed_tokens(b"a", b"b"))
+    await compiler.prepare()
+    with pytest.raises(InvalidRequest, match="this model has no"):
+        await compiler.compiled(TENANT, Source("regex", "a"))

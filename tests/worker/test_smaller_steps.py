@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from tests.worker.plans import PlanBuilder
+from tests.worker.plans import PlanBuilder, blob
 from tests.worker.small_memory import SmallRunner, save_wide_model, small_runner
 from tests.worker.test_burst import burst, prefill
 from tests.worker.test_forest_step import random_forest
@@ -72,6 +72,32 @@ def test_requests_of_all_kinds_in_parts_equal_those_at_once(folder: Path, rows: 
     found = step(runner(folder, rows), plan)
     assert found.memory_shortages
     assert_equal(found, step(runner(folder), plan))
+
+
+@pytest.mark.parametrize("rows", [5, 11])
+def test_parts_draw_and_read_under_the_masks_of_the_whole(folder: Path, rows: int) -> None:
+    rng = np.random.default_rng(rows)
+    plan, legal = PlanBuilder(), list[list[int]]()
+    for slot in range(6):
+        tokens: list[int] = rng.integers(0, VOCAB, 5).tolist()
+        plan.sample(plan.prefill(plan.node(5, [2 * slot, 2 * slot + 1]), tokens) + 4, slot)
+        if slot % 2:
+            plan.samplers.append(worker_pb2.Sampler(slot=slot, top_logprobs=3, reads_only=True))
+        else:
+            plan.samplers.append(worker_pb2.Sampler(slot=slot, temperature=9.0, seed=slot))
+        legal.append(sorted(rng.permutation(VOCAB)[:4].tolist()))
+    whole = plan.build()
+    whole.masks.extend(
+        worker_pb2.TokenMask(slot=slot, allowed_ids=blob(ids)) for slot, ids in enumerate(legal)
+    )
+    found = launch(runner(folder, rows).runner, whole).result()
+    assert found.memory_shortages
+    assert_equal(found, launch(runner(folder).runner, whole).result())
+    drawn = decode_int32("sampled_tokens", found.sampled_tokens).tolist()
+    assert all(drawn[slot] in legal[slot] for slot in range(0, 6, 2))
+    assert [drawn[slot] for slot in range(1, 6, 2)] == [-1] * 3
+    read = decode_int32("top_ids", found.top_ids).reshape(3, 3).tolist()
+    assert all(set(read[n]) <= set(legal[2 * n + 1]) for n in range(3))
 
 
 def test_copies_are_made_before_every_part(folder: Path) -> None:

@@ -56,17 +56,22 @@ def _check_samples(
     check_count("n", sample_count(request), "max_n", min(limits.max_n, facts.sampler_slots))
     asked_bytes = len(request.logprob_token_ids) * ASKED_BYTES
     token_bytes = TOKEN_ANSWER_BYTES + request.top_logprobs * TOP_BYTES + asked_bytes
+    waiting = sample_count(request) * request.stream_interval
+    check_count(
+        "stream_interval", waiting, "max_unread_tokens, of all samples", limits.max_unread_tokens
+    )
     in_a_step = max(facts.max_burst_steps, 1 + request.draft_tokens)
     most_tokens = in_a_step + max(0, request.stream_interval - 1)  # of a sample
     step_bytes = sample_count(request) * token_bytes * most_tokens
     if request.prompt_logprobs:
         step_bytes += min(limits.max_request_tokens, facts.context_tokens) * ASKED_BYTES
-    allowed = limits.max_message_bytes
-    check_count("n", step_bytes, "max_message_bytes, for one message of the answer", allowed)
-    waiting = sample_count(request) * request.stream_interval
-    check_count(
-        "stream_interval", waiting, "max_unread_tokens, of all samples", limits.max_unread_tokens
-    )
+    if step_bytes > limits.max_message_bytes:
+        raise InvalidRequest(
+            "n",
+            f"one message of the answer may take {step_bytes} bytes, more than max_message_bytes "
+            f"({limits.max_message_bytes}); ask for fewer samples, log-probabilities or tokens a "
+            "message",
+        )
 
 
 def _check_counts(

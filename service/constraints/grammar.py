@@ -10,6 +10,7 @@ import tokenizers
 
 from stemserve.service.constraints.allowed import AllowedBits
 from stemserve.service.constraints.constraint import ConstraintFault
+from stemserve.service.constraints.forced_start import start_problem, unforced
 from stemserve.service.errors import InvalidRequest
 from stemserve.service.text.tokenizer import Tokenizer
 
@@ -44,12 +45,12 @@ class Vocabulary:
     def __init__(self, tokenizer: Tokenizer, vocab_size: int) -> None:
         """`vocab_size`: width of the model's logits."""
         self.vocab_bytes = -(-vocab_size // 8)
-        self._tokens = tokenizer.token_bytes[:vocab_size]
+        self.texts = tokenizer.token_bytes[:vocab_size]  # of the tokens; of special ones empty
         self.tokens = llguidance.LLTokenizer(
-            llguidance.TokenizerWrapper(_Facts(tokenizer, self._tokens)),
-            eos_token=_end_ids(tokenizer, self._tokens),
+            llguidance.TokenizerWrapper(_Facts(tokenizer, self.texts)),
+            eos_token=_end_ids(tokenizer, self.texts),
         )
-        self.mask_bytes = -(-len(self._tokens) // 32) * 4
+        self.mask_bytes = -(-len(self.texts) // 32) * 4
 
 
 class _Facts:
@@ -159,9 +160,23 @@ class GrammarState:
 
 def compile_source(source: Source, vocabulary: Vocabulary) -> GrammarConstraint:
     """Takes as long as the fuel lasts. Raises InvalidRequest."""
-    matcher = llguidance.LLMatcher(
+    grammar = _grammar(source)
+    matcher = _matcher(grammar, vocabulary)
+    if matcher.is_error():
+        raise InvalidRequest(source.kind, _problem(matcher))
+    problem = start_problem(_matcher(unforced(grammar), vocabulary), vocabulary.texts)
+    if problem is not None:
+        raise InvalidRequest(source.kind, _shortened(problem))
+    try:
+        return GrammarConstraint(matcher, vocabulary)
+    except ConstraintFault as fault:
+        raise InvalidRequest(source.kind, f"nothing can begin: {fault}") from fault
+
+
+def _matcher(grammar: str, vocabulary: Vocabulary) -> llguidance.LLMatcher:
+    return llguidance.LLMatcher(
         vocabulary.tokens,
-        _grammar(source),
+        grammar,
         log_level=0,
         limits=llguidance.LLParserLimits(
             initial_lexer_fuel=COMPILE_FUEL,
@@ -173,12 +188,6 @@ def compile_source(source: Source, vocabulary: Vocabulary) -> GrammarConstraint:
             verbose_errors=False,
         ),
     )
-    if matcher.is_error():
-        raise InvalidRequest(source.kind, _problem(matcher))
-    try:
-        return GrammarConstraint(matcher, vocabulary)
-    except ConstraintFault as fault:
-        raise InvalidRequest(source.kind, f"nothing can begin: {fault}") from fault
 
 
 def _grammar(source: Source) -> str:
@@ -221,5 +230,8 @@ def _schema_problem(schema: str, error: ValueError) -> str:
 
 
 def _problem(matcher: llguidance.LLMatcher) -> str:
-    text = matcher.get_error() or "it is too complex"
+    return _shortened(matcher.get_error() or "it is too complex")
+
+
+def _shortened(text: str) -> str:
     return text.partition("\n<")[0].strip()[:PROBLEM_CHARACTERS]

@@ -102,8 +102,7 @@ class Batcher:
 
     @property
     def may_gather(self) -> bool:
-        """All that is to be planned fits a step, so that others may join it, and nothing decodes:
-        tokens of a stream come as steady as its steps."""
+        """All that is to be planned fits a step, which others may join, and nothing decodes."""
         return not self._jobs.num_decoding and self._jobs.pending_tokens() <= self._budget.rows
 
     def submit(self, job: Job) -> None:

@@ -17,7 +17,7 @@ from stemserve.service.batching.decoding_progress import DecodingProgress
 from stemserve.service.batching.job_progress import Ticket
 from stemserve.service.batching.kv_cache import KvCache
 from stemserve.service.batching.mask_work import Aside, MaskWork
-from stemserve.service.batching.prefix_tree import PageNode
+from stemserve.service.batching.page_node import PageNode
 from stemserve.service.batching.sampler_slots import SamplerSlots
 from stemserve.service.batching.sequence import Chain, pages_for
 from stemserve.service.batching.step_builder import StepBuilder

@@ -4,8 +4,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from stemserve.service.batching.page_node import PageNode
 from stemserve.service.batching.prefix_forest import StoredChain
-from stemserve.service.batching.prefix_tree import PageNode
 from stemserve.service.batching.score_layout import Reads, ScoreLayout
 from stemserve.service.batching.sequence import Branch, Chain
 from stemserve.service.batching.step_builder import StepBuilder

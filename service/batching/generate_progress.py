@@ -7,7 +7,7 @@ from stemserve.service.batching.guide import Guide
 from stemserve.service.batching.job_progress import Ticket
 from stemserve.service.batching.kv_cache import KvCache
 from stemserve.service.batching.mask_work import MaskWork
-from stemserve.service.batching.prefix_tree import PageNode
+from stemserve.service.batching.page_node import PageNode
 from stemserve.service.batching.prompt_reads import PromptReads
 from stemserve.service.batching.sample import Draw, Sample
 from stemserve.service.batching.sample_pages import Room, SamplePages

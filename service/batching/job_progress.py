@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from stemserve.proto.v1 import worker_pb2
-from stemserve.service.batching.prefix_tree import PageNode
+from stemserve.service.batching.page_node import PageNode
 from stemserve.service.batching.step_builder import IssuedStep, Share, StepBuilder
 from stemserve.service.batching.step_outputs import StepOutputs
 from stemserve.service.errors import DeadlinePassed

@@ -4,7 +4,8 @@ from collections.abc import Mapping
 from typing import Protocol
 
 from stemserve.service.batching.page_allocator import PageAllocator
-from stemserve.service.batching.prefix_tree import TOKEN_BYTES, PageNode, PrefixTree, token_key
+from stemserve.service.batching.page_node import TOKEN_BYTES, PageNode, child, token_key
+from stemserve.service.batching.prefix_tree import PrefixTree
 from stemserve.service.batching.sequence import Branch, Chain, pages_for
 from stemserve.service.request import Int32, Realm
 
@@ -127,7 +128,7 @@ class KvCache:
         for index in range(branch.chain_pages, branch.num_pages):
             key = token_key(tokens[index * self.page_size : (index + 1) * self.page_size])
             page = int(branch.table[index])
-            known = self.tree.child(parent, key) if parent is not None and key else None
+            known = child(parent, key) if parent is not None and key else None
             if parent is None or not parent.attached or not key:
                 parent = None
             elif branch.claimed is not None and index == branch.chain_pages:

@@ -4,7 +4,7 @@ from collections import Counter
 from collections.abc import Mapping
 
 from stemserve.service.batching.kv_cache import KvCache
-from stemserve.service.batching.prefix_tree import PageNode, token_key
+from stemserve.service.batching.page_node import PageNode, token_key
 from stemserve.service.errors import QuotaExceeded
 from stemserve.service.request import Int32, Realm
 

@@ -8,10 +8,17 @@ from numpy.typing import NDArray
 from stemserve.service.request import Float32, Int32
 
 INT32_BYTES = 4
+INT32, FLOAT32 = np.dtype("<i4"), np.dtype("<f4")
+NO_INT32, NO_FLOAT32 = np.frombuffer(b"", INT32), np.frombuffer(b"", FLOAT32)
 
 
 def pack_int32(values: Sequence[int] | NDArray[np.integer]) -> bytes:
-    return np.asarray(values, dtype="<i4").tobytes() if len(values) else b""
+    return np.asarray(values, dtype=INT32).tobytes() if len(values) else b""
+
+
+def pack_parts(parts: Sequence[Int32]) -> bytes:
+    """One behind the other."""
+    return b"".join([np.asarray(part, dtype=INT32).tobytes() for part in parts])
 
 
 def repeated_int32(value: int, count: int) -> bytes:
@@ -20,15 +27,15 @@ def repeated_int32(value: int, count: int) -> bytes:
 
 
 def pack_float32(values: Float32) -> bytes:
-    return np.asarray(values, dtype="<f4").tobytes()
+    return np.asarray(values, dtype=FLOAT32).tobytes()
 
 
 def unpack_int32(blob: bytes) -> Int32:
-    return np.frombuffer(blob, dtype="<i4")
+    return np.frombuffer(blob, dtype=INT32) if blob else NO_INT32
 
 
 def unpack_float32(blob: bytes) -> Float32:
-    return np.frombuffer(blob, dtype="<f4")
+    return np.frombuffer(blob, dtype=FLOAT32) if blob else NO_FLOAT32
 
 
 def join_int32(parts: Sequence[Int32]) -> Int32:

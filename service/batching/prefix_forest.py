@@ -45,7 +45,7 @@ class ForestMemory:
         self._shape = _Shape([], page_size)
 
     def build(self, chains: Sequence[StoredChain]) -> PrefixForest:
-        if chains and _are_one(chains):
+        if chains and are_one(chains):
             return _one_node(chains[0], len(chains), self._page_size)
         keys = [chain.own_key for chain in chains]
         if keys != self._keys or b"" in keys:
@@ -53,7 +53,7 @@ class ForestMemory:
         return self._shape.fill(chains, self._page_size)
 
 
-def _are_one(chains: Sequence[StoredChain]) -> bool:
+def are_one(chains: Sequence[StoredChain]) -> bool:
     """All segments of the step read the same: a context and its items, say."""
     first = chains[0]
     return not first.own_key and all(

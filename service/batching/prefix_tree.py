@@ -4,68 +4,13 @@ Behind the last full page of a shared trunk the tree of the group goes on in a t
 """
 
 import heapq
-from bisect import bisect_left
 from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import count
-from operator import attrgetter
 from typing import NamedTuple
 
 from stemserve.service.batching.page_allocator import PageAllocator
-from stemserve.service.request import Int32, Realm
-
-TOKEN_BYTES = 4
-_KEY = attrgetter("key")
-
-
-def token_key(tokens: Int32) -> bytes:
-    """Token ids as bytes that sort and compare like the ids: the tree keeps no hash."""
-    return tokens.astype(">u4").tobytes()
-
-
-def common_tokens(a: bytes, b: bytes) -> int:
-    """How many leading tokens two keys share."""
-    end = min(len(a), len(b))
-    for at in range(0, end, TOKEN_BYTES):
-        if a[at : at + TOKEN_BYTES] != b[at : at + TOKEN_BYTES]:
-            return at // TOKEN_BYTES
-    return end // TOKEN_BYTES
-
-
-@dataclass(slots=True, eq=False)
-class PageNode:
-    """A page with the KV of `key`'s tokens, behind its parent's. One that is not full is a leaf.
-
-    The root of a salt has no page and the salt as its key; its parent is the page that the salt's
-    tokens go on behind, or None.
-    """
-
-    page: int
-    key: bytes
-    parent: "PageNode | None"
-    refs: int = 0  # sequences that hold the page
-    planned: int = 0  # leading tokens that issued steps compute
-    has_writer: bool = False  # a generation goes on in the slots behind the key's tokens
-    attached: bool = True  # can be found in the tree
-    used: int = 0  # tick of the last release
-    # A large cache has many pages, which the garbage collector looks at: no empty containers.
-    children: list["PageNode"] | None = None  # sorted by key; None: none
-    roots: dict[bytes, "PageNode"] | None = None  # behind it
-
-    @property
-    def is_root(self) -> bool:
-        return self.page < 0
-
-    @property
-    def is_leaf(self) -> bool:
-        return not self.children and not self.roots
-
-    @property
-    def size(self) -> int:
-        return len(self.key) // TOKEN_BYTES
-
-    def below(self) -> list["PageNode"]:
-        return [*(self.children or ()), *(self.roots or {}).values()]
+from stemserve.service.batching.page_node import TOKEN_BYTES, PageNode, child, closest, link, unlink
+from stemserve.service.request import Realm
 
 
 class Match(NamedTuple):
@@ -96,19 +41,12 @@ class PrefixTree:
         node = self.parent(nodes, realm)
         for start in range(0, len(key), size):
             rest = key[start : start + size]
-            child = self.child(node, rest)
-            if child is None or len(rest) < size:
-                return Match(nodes, *_closest(node, rest))
-            nodes.append(child)
-            node = child if len(nodes) != trunk_pages else self.parent(nodes, realm)
+            known = child(node, rest)
+            if known is None or len(rest) < size:
+                return Match(nodes, *closest(node, rest))
+            nodes.append(known)
+            node = known if len(nodes) != trunk_pages else self.parent(nodes, realm)
         return Match(nodes, None, 0)
-
-    def child(self, node: PageNode, key: bytes) -> PageNode | None:
-        children = node.children
-        if not children:
-            return None
-        at = bisect_left(children, key, key=_KEY)
-        return children[at] if at < len(children) and children[at].key == key else None
 
     def parent(self, nodes: Sequence[PageNode], realm: Realm) -> PageNode:
         """What the next page of a sequence goes on behind, where it belongs."""
@@ -123,7 +61,7 @@ class PrefixTree:
         if parent.is_root:
             self._add_root(parent)
         node = PageNode(page=page, key=key, parent=parent, refs=1)
-        _link(parent, node)
+        link(parent, node)
         self.num_pages += 1
         return node
 
@@ -142,9 +80,9 @@ class PrefixTree:
 
     def extend_key(self, node: PageNode, key: bytes) -> None:
         """The leaf's page has been filled further: `key` begins with its tokens."""
-        parent = _unlink(node)
+        parent = unlink(node)
         node.key = key
-        _link(parent, node)
+        link(parent, node)
 
     def retain(self, nodes: Sequence[PageNode]) -> None:
         for node in nodes:
@@ -181,7 +119,7 @@ class PrefixTree:
         """Take a page and all behind it out of the tree; pages in use are freed when let go."""
         if not node.attached:
             return
-        parent = _unlink(node)
+        parent = unlink(node)
         below = [node]
         while below:
             lost = below.pop()
@@ -242,7 +180,7 @@ class PrefixTree:
                 self._rebuild_heap()
 
     def _remove(self, node: PageNode) -> None:
-        parent = _unlink(node)
+        parent = unlink(node)
         node.attached = False
         self.num_pages -= 1
         self.num_unreferenced -= 1
@@ -266,7 +204,7 @@ class PrefixTree:
         self.num_pages -= len(lost)
         self.num_unreferenced -= len(lost)
         self._lost_pages += lost
-        self._settle(_unlink(top))
+        self._settle(unlink(top))
         return len(lost)
 
     def _free_lost(self) -> None:
@@ -277,36 +215,3 @@ class PrefixTree:
         leaves = [n for n in self.nodes() if n.refs == 0 and n.is_leaf]
         self._evictable = [(node.used, next(self._serial), node) for node in leaves]
         heapq.heapify(self._evictable)
-
-
-def _closest(node: PageNode, rest: bytes) -> tuple[PageNode | None, int]:
-    """The child that shares the most tokens with `rest`: in sorted order it is a neighbour."""
-    children = node.children
-    if not children:
-        return None, 0
-    at = bisect_left(children, rest, key=_KEY)
-    best: PageNode | None = None
-    best_tokens = 0
-    for index in (at, at - 1):
-        if 0 <= index < len(children):
-            shared = common_tokens(children[index].key, rest)
-            if shared > best_tokens:
-                best, best_tokens = children[index], shared
-    return best, best_tokens
-
-
-def _link(parent: PageNode, node: PageNode) -> None:
-    if parent.children is None:
-        parent.children = [node]
-        return
-    parent.children.insert(bisect_left(parent.children, node.key, key=_KEY), node)
-
-
-def _unlink(node: PageNode) -> PageNode:
-    parent = node.parent
-    if parent is None or parent.children is None:
-        raise RuntimeError("the root of a salt holds no page")
-    del parent.children[bisect_left(parent.children, node.key, key=_KEY)]
-    if not parent.children:
-        parent.children = None
-    return parent

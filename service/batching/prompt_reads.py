@@ -4,7 +4,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from stemserve.service.batching.prefix_tree import PageNode
+from stemserve.service.batching.page_node import PageNode
 from stemserve.service.batching.sequence import Chain
 from stemserve.service.batching.step_builder import Chunk, StepBuilder
 from stemserve.service.batching.step_outputs import StepOutputs

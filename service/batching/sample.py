@@ -9,8 +9,8 @@ import numpy as np
 from stemserve.proto.v1 import worker_pb2
 from stemserve.service.batching.drafter import Drafter
 from stemserve.service.batching.guide import Guide
+from stemserve.service.batching.page_node import PageNode
 from stemserve.service.batching.plan_arrays import pack_float32, pack_int32
-from stemserve.service.batching.prefix_tree import PageNode
 from stemserve.service.batching.sequence import Branch
 from stemserve.service.batching.step_outputs import Drawn
 from stemserve.service.request import (

@@ -5,8 +5,8 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from stemserve.service.batching.drafter import Drafter
+from stemserve.service.batching.page_node import PageNode
 from stemserve.service.batching.prefix_forest import StoredChain
-from stemserve.service.batching.prefix_tree import PageNode
 from stemserve.service.batching.sample import Draw, Sample, sampler_message
 from stemserve.service.batching.sample_pages import Room, SamplePages
 from stemserve.service.batching.step_builder import StepBuilder

@@ -5,8 +5,8 @@ import numpy as np
 from stemserve.service.batching.context_run import ContextRun, ReadPiece, RunOptions, StepPieces
 from stemserve.service.batching.job_progress import JobProgress, Ticket
 from stemserve.service.batching.kv_cache import KvCache
-from stemserve.service.batching.plan_arrays import join_int32
-from stemserve.service.batching.prefix_tree import PageNode
+from stemserve.service.batching.page_node import PageNode
+from stemserve.service.batching.plan_arrays import NO_INT32, join_int32
 from stemserve.service.batching.score_layout import ScoreLayout
 from stemserve.service.batching.sequence import Branch, pages_for
 from stemserve.service.batching.step_builder import StepBuilder
@@ -62,6 +62,7 @@ class ScoreProgress(JobProgress):
         self._argmax.fill(-1)
         self._class_scores = np.zeros((0, 0), np.float32)
         self._unit_failed = np.zeros(len(layout.unit_rows), np.bool_)
+        self._has_failed = False  # some unit
         self._unit_reads = np.bincount(job.gather_unit, minlength=len(layout.unit_rows))
         if job.classify:
             self._unit_reads += 1  # what is still to be read of each unit
@@ -110,7 +111,9 @@ class ScoreProgress(JobProgress):
                 self._class_scores = np.full(shape, np.nan, np.float32)
             inside = slice(piece.class_at, piece.class_at + len(piece.units))
             self._class_scores[piece.units] = outputs.class_scores[inside]
-            self._unit_failed[piece.units[outputs.class_failed[inside]]] = True
+            if outputs.has_failed:
+                self._unit_failed[piece.units[outputs.class_failed[inside]]] = True
+                self._has_failed = True
             np.subtract.at(self._unit_reads, piece.units, 1)
         for run in pieces.runs:
             run.pending_steps -= 1
@@ -133,9 +136,9 @@ class ScoreProgress(JobProgress):
             self._argmax[reads.index[first:end]] = outputs.gather_argmax[inside]
             np.subtract.at(self._unit_reads, units, 1)
         failed = outputs.gather_failed[inside]
-        if not failed.any():
+        if not (outputs.has_failed and failed.any()):
             return False
-        self._unit_failed[units[failed]] = True
+        self._unit_failed[units[failed]] = self._has_failed = True
         return True
 
     def finish(self, now: float) -> Event | None:
@@ -168,13 +171,17 @@ class ScoreProgress(JobProgress):
         return [part]
 
     def _result(self, now: float) -> ScoreResult:
-        unread = np.flatnonzero(self._unit_reads > 0).astype(np.int32)
+        unread, failed = NO_INT32, NO_INT32
+        if self._unit_reads.any():
+            unread = np.flatnonzero(self._unit_reads > 0).astype(np.int32)
+        if self._has_failed:
+            failed = np.flatnonzero(self._unit_failed).astype(np.int32)
         return ScoreResult(
             request_id=self.request_id,
             gather_logprobs=self._logprobs,
             gather_argmax=self._argmax,
             class_scores=self._class_scores,
-            failed_units=np.flatnonzero(self._unit_failed).astype(np.int32),
+            failed_units=failed,
             unread_units=unread,
             usage=self._usage(unread),
             timing=self.timing(now),

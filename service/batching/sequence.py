@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from stemserve.service.batching.prefix_tree import PageNode
+from stemserve.service.batching.page_node import PageNode
 from stemserve.service.request import Int32
 
 

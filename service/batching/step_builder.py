@@ -6,9 +6,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from stemserve.proto.v1 import worker_pb2
+from stemserve.service.batching.page_node import PageNode
 from stemserve.service.batching.plan_arrays import pack_int32
 from stemserve.service.batching.prefix_forest import ForestMemory, StoredChain
-from stemserve.service.batching.prefix_tree import PageNode
 from stemserve.service.batching.sequence import Branch, Chain
 from stemserve.service.batching.step_readouts import StepReadouts
 from stemserve.service.batching.step_rows import StepRows

@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterable, Set
 from dataclasses import replace
 
 from stemserve.service.batching.job_progress import JobProgress
-from stemserve.service.batching.prefix_tree import PageNode
+from stemserve.service.batching.page_node import PageNode
 from stemserve.service.batching.step_builder import IssuedStep
 
 

@@ -8,7 +8,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from stemserve.proto.v1 import worker_pb2
-from stemserve.service.batching.plan_arrays import unpack_float32, unpack_int32
+from stemserve.service.batching.plan_arrays import (
+    NO_FLOAT32,
+    NO_INT32,
+    unpack_float32,
+    unpack_int32,
+)
 from stemserve.service.batching.step_builder import IssuedStep
 from stemserve.service.errors import EngineFault
 from stemserve.service.request import Float32, Int32, TopTokens
@@ -22,6 +27,14 @@ class Drawn:
     def __init__(self, issued: IssuedStep, result: worker_pb2.StepResult) -> None:
         """Raises EngineFault where they are not as many as were asked for."""
         count = len(issued.sample_rows)
+        self._failed: set[int] = set()
+        # Of each sample, in the order in which it drew them.
+        self.tokens: list[list[int]] = []
+        self.logprobs: list[list[float]] = []
+        if not (count or result.sampled_tokens or result.sampled_logprobs or result.top_indptr):
+            self._top_indptr, self._top_ids, self._top_logprobs = NO_INT32, NO_INT32, NO_FLOAT32
+            self.has_tops = False
+            return
         tokens = unpack_int32(result.sampled_tokens)
         logprobs = unpack_float32(result.sampled_logprobs)
         self._top_indptr = unpack_int32(result.top_indptr)  # [draws + 1]; empty: nobody asks
@@ -34,11 +47,9 @@ class Drawn:
             _check_count("top_indptr", self._top_indptr, count + 1)
             _check_count("top_ids", self._top_ids, int(self._top_indptr[-1]))
         by_step = (issued.repeat, -1) if count else (issued.repeat, 0)
-        # Of each sample, in the order in which it drew them.
-        self.tokens: list[list[int]] = tokens.reshape(by_step).T.tolist()
-        self.logprobs: list[list[float]] = logprobs.reshape(by_step).T.tolist()
+        self.tokens = tokens.reshape(by_step).T.tolist()
+        self.logprobs = logprobs.reshape(by_step).T.tolist()
         self.has_tops = len(self._top_indptr) > 0
-        self._failed: set[int] = set()
         if result.failed_rows:
             is_failed = _are_in(issued.sample_rows, unpack_int32(result.failed_rows))
             self._failed.update(np.flatnonzero(is_failed).tolist())
@@ -85,6 +96,7 @@ class StepOutputs:
     step_id: int
     gather_logprobs: Float32  # [ids]
     gather_argmax: Int32  # [gathers]
+    has_failed: bool  # some row
     gather_failed: Bool  # [gathers] logits were not finite
     class_scores: Float32  # [classified, classes]
     class_failed: Bool  # [classified]
@@ -112,6 +124,7 @@ def read_outputs(
         step_id=issued.step_id,
         gather_logprobs=gather_logprobs,
         gather_argmax=gather_argmax,
+        has_failed=bool(len(failed)),
         gather_failed=_are_in(issued.gather_rows, failed),
         class_scores=scores.reshape(len(issued.classify_rows), num_classes),
         class_failed=_are_in(issued.classify_rows, failed),

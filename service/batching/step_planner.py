@@ -55,7 +55,10 @@ class StepPlanner:
             step.verifies = any([job.find_drafts() for job in decoding])
         if nobody_waits and not step.verifies:
             step.max_steps = self._burst_steps(decoding)
-        self._plan_decodes(step, decoding, nobody_waits=nobody_waits)
+        if decoding:
+            self._plan_decodes(step, decoding, nobody_waits=nobody_waits)
+        else:
+            self._passed_over = set()
         if step.rows.repeat > 1:
             self._waiting_is_stuck = False  # who waits is looked at before the next burst
             return

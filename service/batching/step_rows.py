@@ -10,9 +10,10 @@ from stemserve.service.batching.plan_arrays import (
     indptr_of,
     join_int32,
     pack_int32,
+    pack_parts,
     repeated_int32,
 )
-from stemserve.service.batching.prefix_forest import ForestMemory, StoredChain
+from stemserve.service.batching.prefix_forest import ForestMemory, StoredChain, are_one
 from stemserve.service.request import Int32
 
 DECODE = worker_pb2.SEGMENT_KIND_DECODE
@@ -133,9 +134,9 @@ class StepRows:
             plan.repeat = self.repeat
             plan.row_steps = pack_int32(self._decodes.steps)
         segments = self._decode_segments() + self._segments
-        plan.token_ids = pack_int32(join_int32([s.tokens for s in segments]))
-        plan.positions = pack_int32(join_int32([s.positions for s in segments]))
-        plan.kv_slots = pack_int32(join_int32([s.kv_slots for s in segments]))
+        plan.token_ids = pack_parts([s.tokens for s in segments])
+        plan.positions = pack_parts([s.positions for s in segments])
+        plan.kv_slots = pack_parts([s.kv_slots for s in segments])
         plan.segment_indptr = pack_int32(indptr_of(join_int32([s.lengths for s in segments])))
         plan.segment_kind = b"".join(repeated_int32(s.kind, len(s.lengths)) for s in segments)
         plan.segment_kernel = pack_int32(self._decodes.kernels) + b"".join(
@@ -167,6 +168,9 @@ class StepRows:
 
     def _write_forest(self, plan: worker_pb2.StepPlan) -> None:
         stored = [s.chain for s in self._segments if s.chain is not None]
+        if stored and not self.num_decodes and are_one(stored):
+            self._write_node(plan, stored[0])
+            return
         forest = self._forests.build(self._decodes.chains + stored)
         if self.repeat > 1:  # each row has a leaf of its own
             forest.node_tokens[forest.chain_node] -= self._decodes.steps - 1
@@ -180,3 +184,14 @@ class StepRows:
             node = -1 if segments.chain is None else next(chain_nodes)
             nodes.append(repeated_int32(node, len(segments.lengths)))
         plan.segment_node = b"".join(nodes)
+
+    def _write_node(self, plan: worker_pb2.StepPlan, chain: StoredChain) -> None:
+        """A forest of one node, above all segments that have a chain."""
+        pages = -(-chain.tokens // self._page_size)
+        plan.node_parent = repeated_int32(-1, 1)
+        plan.node_page_indptr = repeated_int32(0, 1) + repeated_int32(pages, 1)
+        plan.node_pages = pack_int32(chain.pages[:pages])
+        plan.node_tokens = repeated_int32(chain.tokens, 1)
+        plan.segment_node = b"".join(
+            repeated_int32(-1 if s.chain is None else 0, len(s.lengths)) for s in self._segments
+        )

@@ -1,7 +1,7 @@
 """The fewest reads that give every label of several tokens its exact probability."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 
 import numpy as np
@@ -102,17 +102,22 @@ def plan_label_reads(labels: tuple[tuple[int, ...], ...]) -> LabelReads:
 
 
 def _one_read(ids: Int32) -> LabelReads:
-    """After the item's last token, of all labels."""
-    each = np.arange(len(ids) + 1, dtype=np.int32)
+    return replace(_one_read_of(len(ids)), gather_ids=ids)
+
+
+@lru_cache(maxsize=KEPT_LABELS)
+def _one_read_of(labels: int) -> LabelReads:
+    """After the item's last token, of all labels; without their ids."""
+    each = np.arange(labels + 1, dtype=np.int32)
     return LabelReads(
         suffixes=pack([each[:0]]),
         gather_suffix=each[:1],
         gather_depth=each[:1],
-        gather_indptr=np.array([0, len(ids)], dtype=np.int32),
-        gather_ids=ids,
+        gather_indptr=np.array([0, labels], dtype=np.int32),
+        gather_ids=each[:0],
         label_reads=each[:-1],
         label_indptr=each,
-        disjoint=np.ones(len(ids), dtype=np.bool_),
+        disjoint=np.ones(labels, dtype=np.bool_),
     )
 
 

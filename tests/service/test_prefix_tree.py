@@ -4,7 +4,8 @@ import numpy as np
 import pytest
 
 from stemserve.service.batching.page_allocator import PageAllocator
-from stemserve.service.batching.prefix_tree import PageNode, PrefixTree, common_tokens, token_key
+from stemserve.service.batching.page_node import PageNode, child, common_tokens, token_key
+from stemserve.service.batching.prefix_tree import PrefixTree
 from stemserve.service.request import Int32, Realm, Trunk
 
 PAGE = 4
@@ -32,7 +33,7 @@ class Cache:
         while len(nodes) * PAGE < len(tokens):
             part = key[len(nodes) * PAGE * 4 : (len(nodes) + 1) * PAGE * 4]
             parent = self.tree.parent(nodes, realm)
-            known = self.tree.child(parent, part)
+            known = child(parent, part)
             if known is not None:
                 self.tree.retain([known])
                 nodes.append(known)

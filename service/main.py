@@ -88,12 +88,12 @@ class _Core:
         registry = CollectorRegistry()
         inbox = Inbox()
         self.mask_executor = ThreadPoolExecutor(1, "masks")
-        masks = MaskThread(self.mask_executor, inbox)
         self.registry = registry
         registry.register(BeforeScrape(lambda: self.step_loop.observe_results()))
         self.drain_ends_s = 0.0  # monotonic; 0: no drain has begun
         ProcessCollector(registry=registry)
         self.metrics = Metrics(registry, tuple(config.tenants))
+        masks = MaskThread(self.mask_executor, inbox, note=self.metrics.masks_made)
         self.health = Health(SERVICES, note_serving=self.metrics.ready)
         self.engine = ThreadedEngine(
             inbox,

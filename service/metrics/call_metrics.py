@@ -9,12 +9,11 @@ from stemserve.service.call_facts import current_call
 from stemserve.service.caller import current_caller
 from stemserve.service.config.access import UNNAMED
 from stemserve.service.errors import PrefixNotFound, RequestError
+from stemserve.service.metrics.constraint_metrics import ConstraintMetrics
 from stemserve.service.metrics.instruments import Instruments
 from stemserve.service.metrics.labels import (
     AUTH_FAILURES,
     CODES,
-    COMPILE,
-    CONSTRAINTS,
     COUNT,
     INFO_METHODS,
     ITEM,
@@ -47,7 +46,10 @@ class Metrics:
         self._make_request_instruments(make)
         self._make_latency_instruments(make)
         self._make_token_instruments(make)
-        self._make_constraint_instruments(make)
+        constraints = ConstraintMetrics(make)
+        self.constraint_looked_up = constraints.looked_up
+        self.constraint_compiled = constraints.compiled
+        self.masks_made = constraints.masks_made
         steps = StepMetrics(registry)
         self.observe_step = steps.observe_step
         self.observe_load = steps.observe_load
@@ -106,12 +108,6 @@ class Metrics:
         self._joined_by_pace.inc(pace.joined_by_pace)
         self._joined_behind.inc(pace.joined_behind)
         pace.joined_by_pace = pace.joined_behind = 0
-
-    def constraint_looked_up(self, kind: str, *, found: bool) -> None:
-        self._constraints.labels(kind, "hit" if found else "miss").inc()
-
-    def constraint_compiled(self, kind: str, outcome: str, seconds: float) -> None:
-        self._compile.labels(kind, outcome).observe(seconds)
 
     def used(self, usage: JobUsage, *, looked_up_tokens: int) -> None:
         self._prompt_tokens.labels("computed").inc(usage.computed_tokens)
@@ -258,18 +254,6 @@ class Metrics:
             "prefix_affinity",
             "Calls with a context or prompt, by what the one that x-prefix-id names had here",
             outcome=OUTCOMES,
-        )
-
-    def _make_constraint_instruments(self, make: Instruments) -> None:
-        self._constraints = make.counter(
-            "constraints", "Constraints looked up", kind=CONSTRAINTS, cache=("hit", "miss")
-        )
-        self._compile = make.histogram(
-            "constraint_compile_seconds",
-            "To compile a constraint, in its thread",
-            COMPILE,
-            kind=CONSTRAINTS,
-            outcome=("compiled", "refused"),
         )
 
     def _make_state_instruments(self, make: Instruments) -> None:

@@ -131,17 +131,18 @@ def test_a_fault_of_one_piece_of_work_is_its_own() -> None:
 
 
 def test_a_thread_makes_them_and_calls_the_step_loop() -> None:
-    inbox, go_on = Inbox(), threading.Event()
+    inbox, go_on, noted = Inbox(), threading.Event(), list[float]()
 
     def make() -> str:
         go_on.wait()
         return threading.current_thread().name
 
     with ThreadPoolExecutor(1, "masks") as executor:
-        masks = MaskWork(MaskThread(executor, inbox).run)
+        masks = MaskWork(MaskThread(executor, inbox, note=noted.append).run)
         piece = masks.add(7, make)
         masks.send()
         assert not masks.take_done()
         go_on.set()
         inbox.wait(60.0)
         assert masks.take_done() == [7] and piece.take().startswith("masks")
+    assert len(noted) == 1 and noted[0] > 0

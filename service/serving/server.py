@@ -124,9 +124,12 @@ def bind(
         if credentials is not None:
             return server.add_secure_port(address, credentials)
         return server.add_insecure_port(address)
+    except (socket.gaierror, UnicodeError) as error:  # the latter of no name at all
+        raise PortInUse(f"cannot listen on {address}: {host!r} names no address here") from error
     except (OSError, RuntimeError) as error:
         raise PortInUse(
-            f"cannot listen on {address}: is another server running? choose another {option}"
+            f"cannot listen on {address}: is another server running, or the address another "
+            f"host's? choose another {option}, or --host"
         ) from error
 
 

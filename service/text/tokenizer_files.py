@@ -3,7 +3,7 @@
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import tokenizers
 
@@ -20,7 +20,7 @@ def load_tokenizer(path: Path) -> Tokenizer:
     file = path / "tokenizer.json"
     if not file.is_file():
         raise FileNotFoundError(f"{path} holds no tokenizer.json")
-    front = tokenizers.Tokenizer.from_file(str(file))
+    front = _read_encoder(file)
     config = _read_json(path / "tokenizer_config.json")
     return Tokenizer(
         encoders=Encoders(front=front, continuation=_without_prefix_space(front)),
@@ -36,9 +36,24 @@ def no_tokenizer(path: Path) -> Tokenizer:
     return Tokenizer(encoders=None, token_bytes=(), eos_ids=_eos_ids(path))
 
 
+def _read_encoder(file: Path) -> tokenizers.Tokenizer:
+    try:
+        return tokenizers.Tokenizer.from_file(str(file))
+    except Exception as error:  # the library has no kind of its own
+        raise ValueError(f"{file} is no tokenizer: {error}") from error
+
+
 def _read_json(path: Path) -> dict[str, Any]:
-    content: dict[str, Any] = json.loads(path.read_text("utf-8")) if path.is_file() else {}
-    return content
+    """Of a file that need not be there."""
+    if not path.is_file():
+        return {}
+    try:
+        content: Any = json.loads(path.read_text("utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{path} is not JSON: {error}") from error
+    if not isinstance(content, dict):
+        raise ValueError(f"{path} holds no JSON object")
+    return cast(dict[str, Any], content)
 
 
 def _eos_ids(path: Path) -> frozenset[int]:
@@ -48,7 +63,11 @@ def _eos_ids(path: Path) -> frozenset[int]:
     for config in configs:
         named: Any = config.get("eos_token_id")
         found += named if isinstance(named, list) else [named]
-    return frozenset(int(token_id) for token_id in found if token_id is not None)
+    ids = [token_id for token_id in found if token_id is not None]
+    wrong = [token_id for token_id in ids if type(token_id) is not int]
+    if wrong:
+        raise ValueError(f"eos_token_id of {path}: {wrong[0]!r} is no token id")
+    return frozenset(ids)
 
 
 def _token_ids(encoder: tokenizers.Tokenizer, token: Any) -> frozenset[int]:

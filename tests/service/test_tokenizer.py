@@ -180,6 +180,26 @@ def test_a_folder_without_a_tokenizer_is_named(tmp_path: Path) -> None:
         load_tokenizer(tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("name", "content", "problem"),
+    [
+        ("tokenizer.json", "{", "tokenizer.json is no tokenizer: "),
+        ("tokenizer.json", '{"model": 1}', "tokenizer.json is no tokenizer: "),
+        ("tokenizer_config.json", "[1]", "tokenizer_config.json holds no JSON object"),
+        ("generation_config.json", "end", "generation_config.json is not JSON: "),
+        ("config.json", "null", "config.json holds no JSON object"),
+        ("config.json", '{"eos_token_id": [1, "2"]}', "eos_token_id of .*: '2' is no token id"),
+    ],
+)
+def test_a_file_of_something_else_is_named(
+    tmp_path: Path, name: str, content: str, problem: str
+) -> None:
+    byte_encoder().save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / name).write_text(content)
+    with pytest.raises(ValueError, match=problem):
+        load_tokenizer(tmp_path)
+
+
 def test_a_model_without_a_tokenizer_still_has_its_end_tokens(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"eos_token_id": 7}))
     assert no_tokenizer(tmp_path).eos_ids == {7}

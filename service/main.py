@@ -4,9 +4,9 @@ import asyncio
 import logging
 import sys
 import time
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Coroutine, Generator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AsyncExitStack, contextmanager, suppress
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -18,7 +18,7 @@ from stemserve.service.batching.admission import TenantShare
 from stemserve.service.batching.batcher import Batcher, BatcherLimits
 from stemserve.service.batching.speculation import DraftPolicy
 from stemserve.service.calls.admin_servicer import AdminServicer
-from stemserve.service.calls.services import SERVICES, Services
+from stemserve.service.calls.services import SERVICES, CallThreads, Services
 from stemserve.service.config.server import ServerConfig, ServiceConfig
 from stemserve.service.constraints.compile_queue import CompileQueue
 from stemserve.service.metrics.call_metrics import Metrics
@@ -178,38 +178,37 @@ async def serve(
         services = Services(
             core.engine,
             tokenizer=tokenizer,
-            executor=stack.enter_context(ThreadPoolExecutor(TOKENIZER_THREADS, "tokenizer")),
-            long_executor=stack.enter_context(ThreadPoolExecutor(LONG_TEXT_THREADS, "long-text")),
-            compile_queue=stack.enter_context(_compile_queue(weights)),
+            threads=stack.enter_context(_call_threads(weights)),
             limits=config.limits,
             metrics=core.metrics,
             watch=watch,
         )
         await services.prepare()
         services.add_to(servers.rpc)
-        admin = await stack.enter_async_context(
-            admin_port(
-                config.server,
-                AdminServicer(core.engine, drain=signals.ask).add_to,
-                limits=config.limits,
-                interceptors=[call_status],
-            )
-        )
+        admin_servicer = AdminServicer(core.engine, drain=signals.ask)
+        admin = await stack.enter_async_context(_admin_port(config, admin_servicer, call_status))
         gate.open()
         core.health.open()
         put_off_full_collections()
         announce(Ready(facts=facts, ports=servers.ports, metrics_port=port, admin_port=admin))
-        keeping = asyncio.create_task(services.keep())
-        stack.callback(keeping.cancel)
-        collecting = asyncio.create_task(collect_when_idle(lambda: not core.engine.running_jobs))
-        stack.callback(collecting.cancel)
+        _run_until_closed(stack, services.keep())
+        _run_until_closed(stack, collect_when_idle(lambda: not core.engine.running_jobs))
         await _until_drained(core, signals, gate, config.server)
 
 
 @contextmanager
-def _compile_queue(weights: Mapping[str, float]) -> Generator[CompileQueue]:
-    with ThreadPoolExecutor(COMPILE_THREADS, "compile") as executor:
-        yield CompileQueue(executor, threads=COMPILE_THREADS, weights=weights)
+def _call_threads(weights: Mapping[str, float]) -> Generator[CallThreads]:
+    with (
+        ThreadPoolExecutor(TOKENIZER_THREADS, "tokenizer") as short,
+        ThreadPoolExecutor(LONG_TEXT_THREADS, "long-text") as long,
+        ThreadPoolExecutor(COMPILE_THREADS, "compile") as compiling,
+    ):
+        queue = CompileQueue(compiling, threads=COMPILE_THREADS, weights=weights)
+        yield CallThreads(short=short, long=long, compile_queue=queue)
+
+
+def _run_until_closed(stack: AsyncExitStack, work: Coroutine[None, None, None]) -> None:
+    stack.callback(asyncio.create_task(work).cancel)
 
 
 def _servers(
@@ -228,6 +227,14 @@ def _servers(
     )
     servers.reflect(SERVICES)
     return servers
+
+
+def _admin_port(
+    config: ServiceConfig, servicer: AdminServicer, call_status: CallStatus
+) -> AbstractAsyncContextManager[int | None]:
+    return admin_port(
+        config.server, servicer.add_to, limits=config.limits, interceptors=[call_status]
+    )
 
 
 async def _until_drained(

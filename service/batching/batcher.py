@@ -22,6 +22,7 @@ from stemserve.service.batching.kv_cache import KvCache
 from stemserve.service.batching.load_of import load_of
 from stemserve.service.batching.mask_work import MaskWork, Run, run_here
 from stemserve.service.batching.pins import Pins
+from stemserve.service.batching.places import Places
 from stemserve.service.batching.plan_arrays import unpack_int32
 from stemserve.service.batching.prefix_forest import ForestMemory
 from stemserve.service.batching.sampler_slots import SamplerSlots
@@ -31,15 +32,7 @@ from stemserve.service.batching.step_failure import split_step, undo_step
 from stemserve.service.batching.step_outputs import read_outputs
 from stemserve.service.batching.step_planner import StepPlanner
 from stemserve.service.errors import EngineFault, InvalidRequest, NeverFits, RequestError
-from stemserve.service.request import (
-    Event,
-    GenerateJob,
-    Int32,
-    Job,
-    Load,
-    Realm,
-    WorkerFacts,
-)
+from stemserve.service.request import Event, GenerateJob, Int32, Job, Load, Realm, WorkerFacts
 
 
 class Batcher:
@@ -80,14 +73,16 @@ class Batcher:
         self._answers = Answers(self._jobs, self._admission, clock=self._clock)
         self._intake = JobIntake(
             self._limits,
-            cache=self._cache,
-            slots=self._slots,
+            places=Places(
+                cache=self._cache,
+                pins=self._pins,
+                slots=self._slots,
+                vocab_size=facts.vocab_size,
+            ),
             admission=self._admission,
-            pins=self._pins,
             jobs=self._jobs,
             masks=self._masks,
             rows_in_flight=lambda: sum(step.num_rows * step.repeat for step in self._issued),
-            vocab_size=facts.vocab_size,
         )
 
     @property

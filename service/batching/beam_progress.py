@@ -15,10 +15,9 @@ from stemserve.service.batching.beam_pages import BeamPages
 from stemserve.service.batching.beam_search import BeamSearch
 from stemserve.service.batching.decoding_progress import DecodingProgress
 from stemserve.service.batching.job_progress import Ticket
-from stemserve.service.batching.kv_cache import KvCache
 from stemserve.service.batching.mask_work import Aside, MaskWork
 from stemserve.service.batching.page_node import PageNode
-from stemserve.service.batching.sampler_slots import SamplerSlots
+from stemserve.service.batching.places import Places
 from stemserve.service.batching.sequence import Chain, pages_for
 from stemserve.service.batching.step_builder import StepBuilder
 from stemserve.service.batching.step_outputs import StepOutputs
@@ -59,19 +58,17 @@ class BeamProgress(DecodingProgress):
         beams: BeamSpec,
         ticket: Ticket,
         *,
-        cache: KvCache,
-        slots: SamplerSlots,
+        places: Places,
         masks: MaskWork,
-        vocab_size: int,
     ) -> None:
         """Raises InvalidRequest where the job's constraint leaves no first token."""
         super().__init__(job, ticket)
         self._job = job
         self._spec = beams
-        self._cache = cache
-        self._slots = slots
+        self._cache = places.cache
+        self._slots = places.slots
+        self._vocab_size = places.vocab_size
         self._masks = masks
-        self._vocab_size = vocab_size
         self._counted_tokens = 0  # of the prompt: leading tokens that usage has counted
         self._computed_rows = 0
         self._begin_again()

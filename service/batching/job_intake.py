@@ -8,11 +8,9 @@ from stemserve.service.batching.beam_progress import BeamProgress, beam_pages
 from stemserve.service.batching.generate_progress import GenerateProgress
 from stemserve.service.batching.job_progress import JobProgress, Ticket
 from stemserve.service.batching.job_table import JobTable
-from stemserve.service.batching.kv_cache import KvCache
 from stemserve.service.batching.mask_work import MaskWork
-from stemserve.service.batching.pins import Pins
+from stemserve.service.batching.places import Places
 from stemserve.service.batching.sample_pages import generate_pages
-from stemserve.service.batching.sampler_slots import SamplerSlots
 from stemserve.service.batching.score_layout import ScoreLayout, lay_out
 from stemserve.service.batching.score_progress import ScoreProgress, context_pages
 from stemserve.service.request import BeamSpec, GenerateJob, Job, ScoreJob
@@ -23,25 +21,20 @@ class JobIntake:
         self,
         limits: BatcherLimits,
         *,
-        cache: KvCache,
-        slots: SamplerSlots,
+        places: Places,
         admission: Admission,
-        pins: Pins,
         jobs: JobTable,
         masks: MaskWork,
         rows_in_flight: Callable[[], int],
-        vocab_size: int,
     ) -> None:
         self._max_item_rows = limits.max_item_rows
         self._draft_tokens = limits.drafts.default_tokens
-        self._cache = cache
-        self._slots = slots
+        self._places = places
+        self._cache = places.cache
         self._admission = admission
-        self._pins = pins
         self._jobs = jobs
         self._masks = masks
         self._rows_in_flight = rows_in_flight
-        self._vocab_size = vocab_size
 
     def take(self, job: Job, *, arrival: int, now: float) -> JobProgress:
         """Raises RequestError where the job may not wait."""
@@ -59,7 +52,7 @@ class JobIntake:
         if job.draft_tokens is None:
             job = replace(job, draft_tokens=self._draft_tokens)
         return GenerateProgress(
-            job, ticket, cache=self._cache, slots=self._slots, masks=self._masks
+            job, ticket, cache=self._cache, slots=self._places.slots, masks=self._masks
         )
 
     def _take_beams(
@@ -69,15 +62,7 @@ class JobIntake:
             job, pages=beam_pages(job, beams, self._cache.page_size), samples=beams.width
         )
         ticket = self._admit(job, demand, arrival, now)
-        return BeamProgress(
-            job,
-            beams,
-            ticket,
-            cache=self._cache,
-            slots=self._slots,
-            masks=self._masks,
-            vocab_size=self._vocab_size,
-        )
+        return BeamProgress(job, beams, ticket, places=self._places, masks=self._masks)
 
     def _prompt_demand(self, job: GenerateJob, *, pages: int, samples: int) -> Demand:
         hits = 0  # rows that are read are run, whatever is stored
@@ -123,7 +108,7 @@ class JobIntake:
         )
         waiting = self._jobs.waiting
         backlog = Backlog(
-            pinned_pages=self._pins.pages,
+            pinned_pages=self._places.pins.pages,
             requests=waiting.requests,
             tokens=waiting.tokens,
             tokens_before=self._jobs.running_tokens(job.priority) + waiting.tokens_before(ticket),

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import NamedTuple
 
 import numpy as np
 
@@ -20,6 +21,15 @@ from stemserve.service.request import Float32, GenerateJob, Int32, SamplerSpec, 
 
 WORD = (1 << 64) - 1
 GOLDEN_STEP = 0x9E3779B97F4A7C15
+
+
+class _Choice(NamedTuple):
+    """What a request says of the tokens that may come."""
+
+    bias_ids: Int32  # [biases]
+    bias_values: Float32  # [biases]
+    banned_ids: Int32  # [banned] ascending
+    allowed_ids: Int32  # [allowed] ascending, none of them banned; empty: all
 
 
 class GenerateEncoder:
@@ -50,13 +60,11 @@ class GenerateEncoder:
         check_priority(request.priority, caller)
         vocab_size = self._facts.vocab_size
         stop_ids = decode_ids("stop_token_ids", request.stop_token_ids, vocab_size)
-        bias_ids, bias_values = _bias(request.sampling, vocab_size)
-        banned_ids = _banned(request.sampling, vocab_size)
-        allowed_ids = _allowed(request.sampling, banned_ids, vocab_size)
+        choice = _choice(request.sampling, vocab_size)
         eos_ids = frozenset[int]() if request.ignore_eos else self._eos_ids
         ends = eos_ids | frozenset(stop_ids.tolist())
         if request.min_new_tokens:
-            _check_choice(allowed_ids, banned_ids, ends, vocab_size)
+            _check_choice(choice, ends, vocab_size)
         beams = beam_spec(request)
         if beams is not None:
             check_candidates(beams, ends, vocab_size)
@@ -67,15 +75,12 @@ class GenerateEncoder:
         room = _room(prompt, self._facts.context_tokens)
         seed = request.sampling.seed if request.sampling.HasField("seed") else entropy
         asked_ids = decode_ids("logprob_token_ids", request.logprob_token_ids, vocab_size)
-        first = _sampler(request, bias_ids, bias_values, banned_ids, allowed_ids, asked_ids)
-        samplers = tuple(
-            replace(first, seed=child_seed(seed, sample))
-            for sample in range(sample_count(request) if beams is None else 0)
-        )
+        samples = sample_count(request) if beams is None else 0
+        first = _sampler(request, choice, asked_ids)
         return GenerateJob(
             request_id=request_id,
             prompt=prompt,
-            samplers=samplers,
+            samplers=tuple(replace(first, seed=child_seed(seed, i)) for i in range(samples)),
             max_new_tokens=min(new_tokens(request), room),
             stop_ids=ends,
             priority=request.priority,
@@ -108,11 +113,8 @@ def child_seed(seed: int, sample: int) -> int:
 
 def _sampler(
     request: inference_pb2.GenerateRequest,
-    bias_ids: Int32,
-    bias_values: Float32,
-    banned_ids: Int32,
-    allowed_ids: Int32,
-    logprob_ids: Int32,
+    choice: _Choice,
+    logprob_ids: Int32,  # [tokens] whose log-probabilities are asked for
 ) -> SamplerSpec:
     """Of all samples; each has a seed of its own."""
     sampling = request.sampling
@@ -122,9 +124,9 @@ def _sampler(
         top_p=sampling.top_p if sampling.HasField("top_p") else 1.0,
         min_p=sampling.min_p,
         seed=0,
-        bias_ids=bias_ids,
-        bias_values=bias_values,
-        banned_ids=banned_ids,
+        bias_ids=choice.bias_ids,
+        bias_values=choice.bias_values,
+        banned_ids=choice.banned_ids,
         min_new_tokens=request.min_new_tokens,
         top_logprobs=request.top_logprobs,
         repetition_penalty=(
@@ -132,9 +134,16 @@ def _sampler(
         ),
         presence_penalty=sampling.presence_penalty,
         frequency_penalty=sampling.frequency_penalty,
-        allowed_ids=allowed_ids,
+        allowed_ids=choice.allowed_ids,
         logprob_ids=logprob_ids,
     )
+
+
+def _choice(sampling: inference_pb2.SamplingParams, vocab_size: int) -> _Choice:
+    bias_ids, bias_values = _bias(sampling, vocab_size)
+    banned_ids = _banned(sampling, vocab_size)
+    allowed_ids = _allowed(sampling, banned_ids, vocab_size)
+    return _Choice(bias_ids, bias_values, banned_ids, allowed_ids)
 
 
 def _bias(sampling: inference_pb2.SamplingParams, vocab_size: int) -> tuple[Int32, Float32]:
@@ -165,12 +174,13 @@ def _allowed(sampling: inference_pb2.SamplingParams, banned: Int32, vocab_size: 
     return allowed
 
 
-def _check_choice(allowed: Int32, banned: Int32, ends: frozenset[int], vocab_size: int) -> None:
-    if len(allowed):
-        leaves_none = ends.issuperset(allowed.tolist())
+def _check_choice(choice: _Choice, ends: frozenset[int], vocab_size: int) -> None:
+    """Some token must be left before `min_new_tokens`, when none may end the sample."""
+    if len(choice.allowed_ids):
+        leaves_none = ends.issuperset(choice.allowed_ids.tolist())
     else:
         ends_known = {token_id for token_id in ends if token_id < vocab_size}
-        leaves_none = len(ends_known.union(banned.tolist())) == vocab_size
+        leaves_none = len(ends_known.union(choice.banned_ids.tolist())) == vocab_size
     if leaves_none:
         raise InvalidRequest(
             "min_new_tokens",

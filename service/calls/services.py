@@ -4,6 +4,7 @@ import asyncio
 import secrets
 import time
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
@@ -61,6 +62,15 @@ def model_tokenizer(model: Path, *, dummy: bool) -> Tokenizer:
     return load_tokenizer(folder)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CallThreads:
+    """Threads for what would hold the RPC loop up."""
+
+    short: ThreadPoolExecutor  # texts of most calls
+    long: ThreadPoolExecutor  # texts that take a while
+    compile_queue: CompileQueue  # constraints
+
+
 class Services:
     """The public services over one engine, which knows its worker's facts by now."""
 
@@ -69,32 +79,22 @@ class Services:
         engine: Engine,
         *,
         tokenizer: Tokenizer,
-        executor: ThreadPoolExecutor,
-        long_executor: ThreadPoolExecutor,
-        compile_queue: CompileQueue,
+        threads: CallThreads,
         limits: Limits,
         metrics: Metrics,
         watch: CallWatch | None = None,
     ) -> None:
         facts = engine.facts
-        bounds = RegistryBounds(
-            max_prefixes=limits.max_prefixes, max_tokens=limits.max_prefix_tokens
-        )
-        registry = PrefixRegistry(bounds, clock=time.monotonic)
+        registry = _prefix_registry(limits)
 
         async def admit(least_tokens: int) -> None:
             await engine.check_rates(current_caller().tenant, least_tokens)
 
-        pool = TokenizerPool(tokenizer, executor, long_executor=long_executor, admit=admit)
+        pool = TokenizerPool(tokenizer, threads.short, long_executor=threads.long, admit=admit)
         contexts = ContextEncoder(pool, registry, vocab_size=facts.vocab_size, limits=limits)
         score = ScoreRunner(ScoreEncoder(contexts, pool, limits, facts), engine, metrics)
-        compiler = self._compiler = ConstraintCompiler(
-            tokenizer,
-            compile_queue,
-            metrics,
-            vocab_size=facts.vocab_size,
-            max_compile_ms=limits.max_compile_ms,
-        )
+        compiler = _compiler(tokenizer, threads.compile_queue, metrics, engine, limits)
+        self._compiler = compiler
         self._tries = TrieParts(pool, facts, limits, compiler, metrics)
         constraints = RequestConstraints(
             compiler,
@@ -142,6 +142,23 @@ class Services:
         prefixes_pb2_grpc.add_PrefixesServicer_to_server(self._prefixes, running)
         tries_pb2_grpc.add_TriesServicer_to_server(self._tries.servicer, running)
         info_pb2_grpc.add_InfoServicer_to_server(self._info, running)
+
+
+def _prefix_registry(limits: Limits) -> PrefixRegistry:
+    bounds = RegistryBounds(max_prefixes=limits.max_prefixes, max_tokens=limits.max_prefix_tokens)
+    return PrefixRegistry(bounds, clock=time.monotonic)
+
+
+def _compiler(
+    tokenizer: Tokenizer, queue: CompileQueue, metrics: Metrics, engine: Engine, limits: Limits
+) -> ConstraintCompiler:
+    return ConstraintCompiler(
+        tokenizer,
+        queue,
+        metrics,
+        vocab_size=engine.facts.vocab_size,
+        max_compile_ms=limits.max_compile_ms,
+    )
 
 
 class _RunningServer:

@@ -27,6 +27,7 @@ from stemserve.service.metrics.labels import (
     TPOT,
     TRIE_METHODS,
     TTFT,
+    cached_part,
 )
 from stemserve.service.metrics.step_metrics import StepMetrics
 from stemserve.service.request import JobTiming, JobUsage, WorkerFacts
@@ -90,7 +91,7 @@ class Metrics:
             self._score_item.labels(mode).observe(seconds, current_call().exemplar)
 
     def first_token(self, usage: JobUsage, prompt_tokens: int, seconds: float) -> None:
-        outcome = _outcome(usage.cached_tokens, prompt_tokens)
+        outcome = cached_part(usage.cached_tokens, prompt_tokens)
         prefix = "hit" if outcome == "full" else outcome
         self._ttft.labels(prefix).observe(seconds, current_call().exemplar)
 
@@ -122,7 +123,7 @@ class Metrics:
             self._draft_tokens.labels("rejected").inc(usage.drafted_tokens - usage.accepted_tokens)
         self._lookup_tokens.inc(looked_up_tokens)
         if looked_up_tokens:
-            self._lookups.labels(_outcome(usage.cached_tokens, looked_up_tokens)).inc()
+            self._lookups.labels(cached_part(usage.cached_tokens, looked_up_tokens)).inc()
             key, found = current_call().routing_key, usage.cached_tokens > 0
             home = self._affinity_log.outcome(current_caller().tenant, key, found=found)
             self._affinity.labels(home).inc()
@@ -276,10 +277,3 @@ class Metrics:
             "trace_spans", "Spans of traced calls, by what became of them", outcome=SPANS
         )
         self._ready = make.gauge("ready", "1 while the server is SERVING")
-
-
-def _outcome(cached_tokens: int, tokens: int) -> str:
-    """Of the last token something is computed in any case."""
-    if not cached_tokens:
-        return "miss"
-    return "full" if cached_tokens >= tokens - 1 else "partial"

@@ -77,3 +77,10 @@ FALLBACK = "fallback"
 FALLBACKS = ("refused", "withheld", "lacking")
 GRAPH_PATHS = ("decode_graph", "pieces")
 GRAPH_FALLBACKS = ("rows", "plan", "dropped", "launcher")
+
+
+def cached_part(cached_tokens: int, tokens: int) -> str:
+    """A value of `result`. Of the last token something is computed in any case."""
+    if not cached_tokens:
+        return "miss"
+    return "full" if cached_tokens >= tokens - 1 else "partial"

@@ -113,14 +113,7 @@ class CallGate(grpc.aio.ServerInterceptor):
             finally:
                 self._leave(tenant)
 
-        codec = (handler.request_deserializer, handler.response_serializer)
-        if handler.stream_unary is not None:
-            return grpc.stream_unary_rpc_method_handler(cast(Any, call), *codec)
-        if unary is not None:
-            return grpc.unary_unary_rpc_method_handler(call, *codec)
-        if stream is not None:
-            return grpc.unary_stream_rpc_method_handler(iterate, *codec)
-        return grpc.stream_stream_rpc_method_handler(cast(Any, converse), *codec)
+        return _of_kind(handler, call, iterate, converse)
 
     def _enter(self) -> str:
         """Take a place for the caller's tenant, whose name it returns; `_leave` gives it back."""
@@ -153,3 +146,15 @@ def _refusing(reason: str) -> Handler:
         yield  # makes the function a stream
 
     return cast(Any, grpc.stream_stream_rpc_method_handler(refuse))
+
+
+def _of_kind(handler: Handler, call: Any, iterate: Any, converse: Any) -> Handler:
+    """One of the three as a handler of the same kind: what it reads and what it answers."""
+    codec = (handler.request_deserializer, handler.response_serializer)
+    if handler.stream_unary is not None:
+        return grpc.stream_unary_rpc_method_handler(call, *codec)
+    if handler.unary_unary is not None:
+        return grpc.unary_unary_rpc_method_handler(call, *codec)
+    if handler.unary_stream is not None:
+        return grpc.unary_stream_rpc_method_handler(iterate, *codec)
+    return grpc.stream_stream_rpc_method_handler(converse, *codec)

@@ -12,7 +12,7 @@ from tests.service.bigram_engine import BigramEngine
 from tokenizers import AddedToken, decoders, models, pre_tokenizers
 from tokenizers import Tokenizer as Encoder
 
-from stemserve.service.calls.services import SERVICES, Services
+from stemserve.service.calls.services import SERVICES, CallThreads, Services
 from stemserve.service.client import PLAINTEXT, Access, Client
 from stemserve.service.client.channel import OPTIONS, open_channel
 from stemserve.service.config.access import AuthConfig, TenantConfig, TlsConfig
@@ -108,12 +108,11 @@ async def serving(
     server.add_generic_rpc_handlers(reflection.handlers(SERVICES))
     server.add_generic_rpc_handlers((Health(SERVICES, note_serving=metrics.ready).handler(),))
     with ThreadPoolExecutor(1) as executor:
+        queue = CompileQueue(executor, weights=weights)
         services = Services(
             engine,
             tokenizer=tokenizer or byte_tokenizer(),
-            executor=executor,
-            long_executor=executor,
-            compile_queue=CompileQueue(executor, weights=weights),
+            threads=CallThreads(short=executor, long=executor, compile_queue=queue),
             limits=limits,
             metrics=metrics,
             watch=watch,

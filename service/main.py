@@ -39,7 +39,7 @@ from stemserve.service.serving.tls import server_credentials
 from stemserve.service.text.tokenizer import Tokenizer
 from stemserve.service.tracing.traced_batcher import TracedBatcher
 from stemserve.service.tracing.tracing import tracing
-from stemserve.service.workers.mask_thread import MaskThread
+from stemserve.service.workers.mask_threads import MaskThreads
 from stemserve.service.workers.remote_worker import RemoteWorker
 from stemserve.service.workers.step_commands import Inbox
 from stemserve.service.workers.step_loop import StepLoop
@@ -83,17 +83,16 @@ class _Core:
             rows = config.limits.on(facts.device).max_step_tokens
             make = TracedBatcher if config.tracing.enabled else Batcher
             of_device = replace(limits, max_step_tokens=rows)
-            return make(facts, of_device, clock=time.monotonic, run_aside=masks.run)
+            return make(facts, of_device, clock=time.monotonic, run_aside=self.masks.run)
 
         registry = CollectorRegistry()
         inbox = Inbox()
-        self.mask_executor = ThreadPoolExecutor(1, "masks")
         self.registry = registry
         registry.register(BeforeScrape(lambda: self.step_loop.observe_results()))
         self.drain_ends_s = 0.0  # monotonic; 0: no drain has begun
         ProcessCollector(registry=registry)
         self.metrics = Metrics(registry, tuple(config.tenants))
-        masks = MaskThread(self.mask_executor, inbox, note=self.metrics.masks_made)
+        self.masks = MaskThreads(inbox, note=self.metrics.masks_made)
         self.health = Health(SERVICES, note_serving=self.metrics.ready)
         self.engine = ThreadedEngine(
             inbox,
@@ -166,7 +165,7 @@ async def serve(
         )
         servers = _servers(core, config, call_status, gate)
         port = stack.enter_context(metrics_port(config.server, core.registry))
-        stack.enter_context(core.mask_executor)
+        stack.enter_context(core.masks)
         core.step_loop.start(deliver=core.engine.deliver, worker_lost=core.supervisor.worker_lost)
         stack.callback(core.step_loop.stop)
         stack.push_async_callback(core.supervisor.close)

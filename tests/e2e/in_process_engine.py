@@ -81,7 +81,7 @@ class InProcessEngine:
         self.plans: list[worker_pb2.StepPlan] = []
         self._runner = worker.runner
         self._late = deque[Callable[[], None]]()  # masks that the batcher has to wait for
-        self.batcher = self._batcher = make_batcher(self._late.append)
+        self.batcher = self._batcher = make_batcher(self._put_off)
         self.generation = 1
         self._metrics = metrics
         self._in_flight: deque[worker_pb2.StepPlan] = deque()
@@ -151,6 +151,9 @@ class InProcessEngine:
 
     async def resident_tokens(self, tokens: Int32, realm: Realm) -> int:
         return self._batcher.resident_tokens(tokens, realm)
+
+    def _put_off(self, work: Callable[[], None], *, slow: bool) -> None:
+        self._late.append(work)
 
     def turn(self) -> bool:
         """Fill the steps in flight and run the oldest; whether there was anything to do."""

@@ -172,6 +172,9 @@ def make_rig(
     def clock() -> float:
         return rig.now
 
-    batcher = Batcher(facts, bounds, clock=clock, run_aside=late.append)
+    def put_off(work: Callable[[], None], *, slow: bool) -> None:
+        late.append(work)
+
+    batcher = Batcher(facts, bounds, clock=clock, run_aside=put_off)
     rig = Rig(batcher, LiteralWorker(pages, budget), in_flight, late=late)
     return rig

@@ -2,7 +2,7 @@
 
 import random
 import threading
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 
@@ -14,10 +14,10 @@ from tests.service.token_constraints import OneOf
 from tests.service.toy_jobs import generate_job, random_tokens
 from tests.service.toy_model import VOCAB
 
-from stemserve.service.batching.mask_work import MaskWork, run_here
+from stemserve.service.batching.mask_work import SLOW_S, MaskWork, run_here
 from stemserve.service.errors import InvalidRequest
 from stemserve.service.request import GenerateJob, StopCause
-from stemserve.service.workers.mask_thread import MaskThread
+from stemserve.service.workers.mask_threads import MaskThreads
 from stemserve.service.workers.step_commands import Inbox
 
 
@@ -130,15 +130,15 @@ def test_a_fault_of_one_piece_of_work_is_its_own() -> None:
         pieces[1].take()
 
 
-def test_a_thread_makes_them_and_calls_the_step_loop() -> None:
+def test_threads_make_them_and_call_the_step_loop() -> None:
     inbox, go_on, noted = Inbox(), threading.Event(), list[float]()
 
     def make() -> str:
         go_on.wait()
         return threading.current_thread().name
 
-    with ThreadPoolExecutor(1, "masks") as executor:
-        masks = MaskWork(MaskThread(executor, inbox, note=noted.append).run)
+    with MaskThreads(inbox, note=noted.append) as threads:
+        masks = MaskWork(threads.run)
         piece = masks.add(7, make)
         masks.send()
         assert not masks.take_done()
@@ -146,3 +146,32 @@ def test_a_thread_makes_them_and_calls_the_step_loop() -> None:
         inbox.wait(60.0)
         assert masks.take_done() == [7] and piece.take().startswith("masks")
     assert len(noted) == 1 and noted[0] > 0
+
+
+def test_a_job_whose_masks_take_very_long_holds_up_no_other() -> None:
+    """From its second step on, with which its first is compared here by hand."""
+    sent: list[tuple[Callable[[], None], bool]] = []
+
+    def run(work: Callable[[], None], *, slow: bool) -> None:
+        sent.append((work, slow))
+
+    def result_of(*seconds: float) -> list[bool]:
+        """A step's result with a piece of work for each job; which of the rounds are slow."""
+        pieces = [masks.add(job, lambda: True) for job in range(len(seconds))]
+        masks.send()
+        slow = [is_slow for _, is_slow in sent]
+        for work, _ in reversed(sent):
+            work()
+        sent.clear()
+        for piece, taken in zip(pieces, seconds, strict=True):
+            assert piece.is_done
+            piece.seconds = taken
+        assert sorted(masks.take_done()) == list(range(len(seconds)))
+        return slow
+
+    masks = MaskWork(run)
+    assert result_of(0.0, 2 * SLOW_S, 0.0) == [False]
+    assert result_of(0.0, 2 * SLOW_S, 3 * SLOW_S) == [False, True]
+    assert result_of(0.0, 0.0, 2 * SLOW_S) == [False, True, True]
+    assert result_of(0.0, 0.0, 0.0) == [False, True]
+    assert result_of(0.0, 0.0, 0.0) == [False]

@@ -5,7 +5,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Awaitable, Callable, Generator, Mapping
+from collections.abc import Awaitable, Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -48,9 +48,17 @@ class Rounds:
         self._log = log
         self._max_step_tokens = max_step_tokens
 
-    def score(self, shape: Shape, *, kind: str, at_once: int, rounds: int) -> dict[str, Any]:
-        """`kind` of KINDS: what the items are sent as."""
-        with self._server() as (address, pid):
+    def score(
+        self,
+        shape: Shape,
+        *,
+        kind: str,
+        at_once: int,
+        rounds: int,
+        worker: Sequence[str] = (),
+    ) -> dict[str, Any]:
+        """`kind` of KINDS: what the items are sent as; `worker`: more of its options."""
+        with self._server(*worker) as (address, pid):
             call = partial(KINDS[kind], shape=shape, rng=np.random.default_rng(0))
             return uvloop.run(_score_rounds(address, pid, call, at_once, rounds))
 

@@ -137,26 +137,7 @@ def make_rig(
     max_burst_s: float = 10.0,
     drafts: DraftPolicy | None = None,
 ) -> Rig:
-    facts = WorkerFacts(
-        model="toy",
-        architecture="toy",
-        dtype="float32",
-        device="cpu",
-        vocab_size=VOCAB,
-        context_tokens=1 << 20,
-        layers=1,
-        query_heads=1,
-        kv_heads=1,
-        head_dim=1,
-        page_size=PAGE,
-        kv_pages=pages,
-        sampler_slots=slots,
-        steps_in_flight=in_flight,
-        has_lm_head=True,
-        class_labels=tuple("abc"),
-        max_burst_steps=burst,
-        kv_bytes_per_token=8,
-    )
+    facts = _toy_facts(pages=pages, slots=slots, in_flight=in_flight, burst=burst)
     bounds = BatcherLimits(
         max_step_tokens=budget,
         max_queued_requests=max_queued_requests,
@@ -178,3 +159,26 @@ def make_rig(
     batcher = Batcher(facts, bounds, clock=clock, run_aside=put_off)
     rig = Rig(batcher, LiteralWorker(pages, budget), in_flight, late=late)
     return rig
+
+
+def _toy_facts(*, pages: int, slots: int, in_flight: int, burst: int) -> WorkerFacts:
+    return WorkerFacts(
+        model="toy",
+        architecture="toy",
+        dtype="float32",
+        device="cpu",
+        vocab_size=VOCAB,
+        context_tokens=1 << 20,
+        layers=1,
+        query_heads=1,
+        kv_heads=1,
+        head_dim=1,
+        page_size=PAGE,
+        kv_pages=pages,
+        sampler_slots=slots,
+        steps_in_flight=in_flight,
+        has_lm_head=True,
+        class_labels=tuple("abc"),
+        max_burst_steps=burst,
+        kv_bytes_per_token=8,
+    )

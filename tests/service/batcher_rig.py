@@ -10,6 +10,7 @@ from tests.service.toy_model import VOCAB
 from stemserve.proto.v1 import worker_pb2
 from stemserve.service.batching.admission import TenantShare
 from stemserve.service.batching.batcher import Batcher, BatcherLimits
+from stemserve.service.batching.mask_work import Run
 from stemserve.service.batching.speculation import DraftPolicy
 from stemserve.service.request import (
     Event,
@@ -123,6 +124,13 @@ class Rig:
                         answer.last = event
 
 
+def putting_off(late: deque[Callable[[], None]]) -> Run:
+    def put_off(work: Callable[[], None], *, slow: bool) -> None:
+        late.append(work)
+
+    return put_off
+
+
 def make_rig(
     *,
     pages: int = 64,
@@ -153,10 +161,7 @@ def make_rig(
     def clock() -> float:
         return rig.now
 
-    def put_off(work: Callable[[], None], *, slow: bool) -> None:
-        late.append(work)
-
-    batcher = Batcher(facts, bounds, clock=clock, run_aside=put_off)
+    batcher = Batcher(facts, bounds, clock=clock, run_aside=putting_off(late))
     rig = Rig(batcher, LiteralWorker(pages, budget), in_flight, late=late)
     return rig
 

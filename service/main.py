@@ -169,6 +169,8 @@ async def serve(
         core.step_loop.start(deliver=core.engine.deliver, worker_lost=core.supervisor.worker_lost)
         stack.callback(core.step_loop.stop)
         stack.push_async_callback(core.supervisor.close)
+        # Closed once the servers have cut what the drain left: calls in between need them.
+        threads = stack.enter_context(_call_threads(weights))
         await stack.enter_async_context(servers.running())
         facts = await signals.unless_stopped(core.supervisor.start())
         core.metrics.describe(facts, stemserve.__version__)
@@ -177,7 +179,7 @@ async def serve(
         services = Services(
             core.engine,
             tokenizer=tokenizer,
-            threads=stack.enter_context(_call_threads(weights)),
+            threads=threads,
             limits=config.limits,
             metrics=core.metrics,
             watch=watch,

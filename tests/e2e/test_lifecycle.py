@@ -8,7 +8,8 @@ import socket
 import subprocess
 import time
 import urllib.request
-from collections.abc import Callable
+from collections.abc import AsyncGenerator, Callable
+from itertools import count
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -20,7 +21,7 @@ from grpc_health.v1.health_pb2 import HealthCheckResponse
 from grpc_reflection.v1alpha import reflection_pb2
 from tests.e2e.served import check_health, until_running
 
-from stemserve.proto.v1 import inference_pb2
+from stemserve.proto.v1 import inference_pb2, tries_pb2, tries_pb2_grpc
 from stemserve.service.client import Client, ClientError
 
 StartServer = Callable[..., tuple["subprocess.Popen[str]", dict[str, int]]]
@@ -133,6 +134,25 @@ async def test_b54_a_drain_ends_at_its_limit(serve_fake: StartServer) -> None:
         server.send_signal(signal.SIGTERM)
         with pytest.raises(ClientError):
             await stream
+    assert await asyncio.to_thread(server.wait, 30) == 0
+
+
+async def test_b54_an_upload_that_a_drain_cuts_is_unavailable(serve_fake: StartServer) -> None:
+    server, ports = serve_fake("--drain-seconds", 0.3)
+
+    async def texts() -> AsyncGenerator[tries_pb2.UploadTrieRequest, None]:
+        for number in count():
+            yield tries_pb2.UploadTrieRequest(texts=[f"text {number}"])
+            await asyncio.sleep(0.001)
+
+    async with grpc.aio.insecure_channel(f"127.0.0.1:{ports['rpc']}") as channel:
+        stub: Any = tries_pb2_grpc.TriesStub(channel)
+        call = stub.UploadTrie(texts(), timeout=60.0)
+        await call.wait_for_connection()
+        server.send_signal(signal.SIGTERM)
+        with pytest.raises(grpc.aio.AioRpcError) as cut:
+            await call
+    assert cut.value.code() == grpc.StatusCode.UNAVAILABLE, cut.value
     assert await asyncio.to_thread(server.wait, 30) == 0
 
 

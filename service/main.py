@@ -117,6 +117,13 @@ class _Core:
             policy=RestartPolicy(startup_timeout_s=config.worker.start_timeout_s),
         )
 
+    def start(self, stack: AsyncExitStack) -> None:
+        """The stack ends the worker, then the step loop, then the threads that make masks."""
+        stack.enter_context(self.masks)
+        self.step_loop.start(deliver=self.engine.deliver, worker_lost=self.supervisor.worker_lost)
+        stack.callback(self.step_loop.stop)
+        stack.push_async_callback(self.supervisor.close)
+
 
 def _batcher_limits(config: ServiceConfig) -> BatcherLimits:
     return BatcherLimits(
@@ -165,10 +172,7 @@ async def serve(
         )
         servers = _servers(core, config, call_status, gate)
         port = stack.enter_context(metrics_port(config.server, core.registry))
-        stack.enter_context(core.masks)
-        core.step_loop.start(deliver=core.engine.deliver, worker_lost=core.supervisor.worker_lost)
-        stack.callback(core.step_loop.stop)
-        stack.push_async_callback(core.supervisor.close)
+        core.start(stack)
         # Closed once the servers have cut what the drain left: calls in between need them.
         threads = stack.enter_context(_call_threads(weights))
         await stack.enter_async_context(servers.running())

@@ -223,19 +223,17 @@ def test_b55_a_server_is_not_serving_while_the_model_loads(
     stemserve_command: Words, fake_worker: Callable[..., str], tiny_model: Path
 ) -> None:
     port = _free_port()
-    address = fake_worker("--describe-seconds", 2.0)
+    address = fake_worker("--describe-seconds", 4.0)
     command = stemserve_command(
         *("serve", "--model", tiny_model, "--worker", address),
         *("--port", 0, "--health-port", port, "--metrics-port", 0),
     )
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:
+        _until_open(port)
         heard = set[int]()
         deadline = time.monotonic() + 60
         while HealthCheckResponse.SERVING not in heard and time.monotonic() < deadline:
-            try:
-                heard.add(asyncio.run(check_health(port)))
-            except grpc.aio.AioRpcError:
-                time.sleep(0.05)  # the port is not open yet
+            heard.add(asyncio.run(check_health(port)))
         server.terminate()
     assert heard == {HealthCheckResponse.NOT_SERVING, HealthCheckResponse.SERVING}
     assert server.returncode == 0
@@ -259,6 +257,19 @@ def test_sigterm_while_the_model_loads_ends_the_server(
                 time.sleep(0.05)
         os.kill(server.pid, signal.SIGTERM)
         assert server.wait(30) == 0
+
+
+def _until_open(port: int) -> None:
+    """By sockets: gRPC waits longer after each attempt, and would come too late."""
+    deadline = time.monotonic() + 60
+    while True:
+        try:
+            socket.create_connection(("127.0.0.1", port)).close()
+            return
+        except ConnectionRefusedError:
+            if time.monotonic() > deadline:
+                raise
+            time.sleep(0.02)
 
 
 def _free_port() -> int:

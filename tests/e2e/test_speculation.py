@@ -144,10 +144,10 @@ async def test_a_call_says_how_many_tokens_a_draft_has(
 async def test_what_runs_beside_drafts_is_what_it_was(
     models: RandomModels, tokenizer: Tokenizer, rng: np.random.Generator
 ) -> None:
-    """Searches, constraints and penalties have no drafts."""
+    """Searches, constraints and penalties have no drafts. There are some once those have ended."""
     worker = models.lm("Qwen3").worker
     same = sampling(2, allowed_token_ids=[5])  # drafts of it are never wrong for long
-    drafting = generation(random_tokens(rng, 5) * 4, max_new_tokens=90, sampling=same)
+    drafting = generation(random_tokens(rng, 5) * 4, max_new_tokens=300, sampling=same)
     search = generation(random_tokens(rng, 20), max_new_tokens=20, n=3)
     search.ClearField("sampling")
     search.beam_search.width = 3

@@ -41,9 +41,9 @@ def check_generate(
         check_chat(request, limits)
     if request.HasField("beam_search"):
         check_beams(request, limits, facts)
-    else:
-        _check_samples(request, limits, facts)
     _check_counts(request, limits, facts)
+    if not request.HasField("beam_search"):
+        _check_samples(request, limits, facts)
     _check_ids(request, facts)
     _check_stops(request, limits)
     _check_sampling(request.sampling)

@@ -196,6 +196,8 @@ async def test_the_size_of_an_answer_is_worked_out_before_it_is_computed() -> No
             await served.client.score(["a" * 600], mode, query="q")
         with pytest.raises(ClientError, match="n: one message of the answer may take"):
             await generate(n=16, top_logprobs=20)(served)
+        with pytest.raises(ClientError, match="top_logprobs: .* is more than max_top_logprobs"):
+            await generate(top_logprobs=2**32 - 1)(served)
     assert not engine.jobs
 
 

@@ -60,7 +60,7 @@ def check_beams(request: inference_pb2.GenerateRequest, limits: Limits, facts: W
     most = min(limits.max_beams, facts.sampler_slots)
     check_count("beam_search.width", search.width, "max_beams", most)
     if best > search.width:
-        raise InvalidRequest("n", f"{best} sequences of a search of width {search.width}")
+        raise InvalidRequest("n", f"{best} is more than beam_search.width ({search.width})")
     if not abs(search.length_penalty) <= MAX_LENGTH_PENALTY:  # NaN too
         raise InvalidRequest(
             "beam_search.length_penalty",

@@ -17,7 +17,13 @@ from stemserve.service.tracing.trace_context import PARENT_KEY, remote_parent
 T = TypeVar("T")
 Channel = grpc.aio.Channel
 
-Server = Annotated[str, typer.Option(metavar="HOST:PORT", help="The server to call.")]
+Server = Annotated[
+    str,
+    typer.Option(
+        metavar="HOST:PORT",
+        help="The server to call. --tls, --ca, --api-key and the like stand before the command.",
+    ),
+]
 Timeout = Annotated[float, typer.Option(metavar="SECONDS", help="How long a call may take.")]
 AsJson = Annotated[
     bool, typer.Option("--json", help="Print one JSON object with the proto's field names.")
@@ -78,6 +84,10 @@ def access_options(
 
 def call(server: str, work: Callable[[Channel], Awaitable[T]]) -> T:
     """The result of `work` on a channel to the server; a failed call ends the command."""
+    if server.startswith(("http://", "https://")):
+        raise typer.BadParameter(
+            f"--server {server!r} has a scheme; give HOST:PORT, for TLS --tls before the command"
+        )
     if ":" not in server:
         raise typer.BadParameter(f"--server {server!r} has no port; give HOST:PORT, as {SERVER}")
     try:

@@ -87,12 +87,12 @@ StreamInterval = Annotated[
     ),
 ]
 Logprobs = Annotated[
-    bool, typer.Option("--logprobs", help="Also the log-probability of each token.")
+    bool, typer.Option("--logprobs", help="With --json: the log-probability of each token.")
 ]
 TopLogprobs = Annotated[
     int,
     typer.Option(
-        metavar="N", parser=whole_uint32, help="Also the N likeliest tokens at each position."
+        metavar="N", parser=whole_uint32, help="With --json: the N likeliest tokens at each place."
     ),
 ]
 Choice = Annotated[
@@ -117,12 +117,12 @@ Trie = Annotated[
 LogprobToken = Annotated[
     list[int] | None,
     typer.Option(
-        metavar="ID", parser=whole_uint32, help="Also its log-probability at each position."
+        metavar="ID", parser=whole_uint32, help="With --json: its log-probability at each place."
     ),
 ]
 
 PromptLogprobs = Annotated[
-    bool, typer.Option("--prompt-logprobs", help="Also the log-probability of the prompt's tokens.")
+    bool, typer.Option("--prompt-logprobs", help="With --json: those of the prompt's tokens too.")
 ]
 DraftTokens = Annotated[
     int | None,

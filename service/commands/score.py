@@ -30,11 +30,13 @@ from stemserve.service.commands.options import (
     Sequences,
     kernel_value,
     read_items,
-    read_labels,
     whole_uint32,
 )
 from stemserve.service.commands.plain_json import print_json
+from stemserve.service.commands.score_mode import ScoreMode
 from stemserve.service.commands.usage import usage_line
+
+SHOWN_CHARACTERS = 120
 
 ItemMarker = Annotated[
     str, typer.Option(metavar="TEXT", help="With --chat: where in a message the items stand.")
@@ -52,7 +54,7 @@ Softmax = Annotated[
 ]
 Temperature = Annotated[float, typer.Option(metavar="X", help="Of the labels' softmax; 0 means 1.")]
 TokenLogprobs = Annotated[
-    bool, typer.Option("--token-logprobs", help="Also a value for each token of an item.")
+    bool, typer.Option("--token-logprobs", help="With --json: a value for each token too.")
 ]
 Normalized = Annotated[
     bool, typer.Option("--length-normalized", help="Divide a log-likelihood by its tokens.")
@@ -113,6 +115,14 @@ def score(
       stemserve score --query "The capital of France is" --item " Paris" --item " Rome"
       stemserve score --query "Is it a fruit? " --items words.txt --labels " yes, no" --json
     """
+    mode = ScoreMode(
+        labels=labels,
+        classify=classify,
+        apply_softmax=apply_softmax,
+        temperature=temperature,
+        token_logprobs=token_logprobs,
+        length_normalized=length_normalized,
+    )
     sequences = Sequences(
         query=query,
         contexts=tuple(context or ()),
@@ -125,15 +135,7 @@ def score(
     if messages is not None:
         request.chat.CopyFrom(messages)
     request.item_marker = item_marker
-    if labels is not None:
-        request.label_probabilities.labels.extend(read_labels(labels))
-        request.label_probabilities.apply_softmax = apply_softmax
-        request.label_probabilities.temperature = temperature
-    elif classify:
-        request.classification.apply_softmax = apply_softmax
-    else:
-        request.log_likelihood.token_logprobs = token_logprobs
-        request.log_likelihood.length_normalized = length_normalized
+    mode.write(request)
     if truncate_item_tokens is not None:
         request.truncate_item_tokens = truncate_item_tokens
     request.top_n = top_n
@@ -180,7 +182,7 @@ def _table(request: inference_pb2.ScoreRequest, response: inference_pb2.ScoreRes
         table.add_column("label mass", justify="right")
     rows = len(response.scores) // width if width else 0
     for row, index in enumerate(response.item_index or range(rows)):
-        cells = [repr(request.items[index])]
+        cells = [shown_item(request.items[index])]
         if len(request.contexts) > 1:
             cells.append(str(request.item_context[index]))
         cells += [f"{score:.4f}" for score in response.scores[row * width : (row + 1) * width]]
@@ -188,6 +190,11 @@ def _table(request: inference_pb2.ScoreRequest, response: inference_pb2.ScoreRes
             cells.append(f"{response.label_mass[row]:.4f}")
         table.add_row(*cells)
     return table
+
+
+def shown_item(item: str) -> str:
+    """The item in quotes; of a document its beginning."""
+    return repr(item if len(item) <= SHOWN_CHARACTERS else f"{item[:SHOWN_CHARACTERS]}...")
 
 
 def _columns(request: inference_pb2.ScoreRequest, width: int) -> list[str]:

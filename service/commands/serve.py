@@ -216,7 +216,8 @@ def serve(
         ),
     ] = 0,
     max_step_tokens: Annotated[
-        int, _limit("Rows of one step; longer prompts take several.")
+        int,
+        _limit("Rows of one step; longer prompts take several. 0: 512 on a CPU, 9216 on a GPU."),
     ] = _DEFAULTS.limits.max_step_tokens,
     max_queued_requests: Annotated[
         int, _limit("Requests that wait; more are refused with RESOURCE_EXHAUSTED.")

@@ -56,6 +56,8 @@ def test_a_server_without_a_port_is_refused_before_any_call() -> None:
 
     with pytest.raises(typer.BadParameter, match="'localhost' has no port"):
         call("localhost", work)
+    with pytest.raises(typer.BadParameter, match="has a scheme; give HOST:PORT"):
+        call("https://localhost:50051", work)
 
 
 @pytest.mark.parametrize(

@@ -87,7 +87,12 @@ class Client:
         contexts: Sequence[inference_pb2.Context] = (),
         options: inference_pb2.ScoreRequest | None = None,
     ) -> Scores:
-        """Score texts as continuations of the query, or of the contexts."""
+        """Score texts as continuations of the query, or of the contexts.
+
+        Raises TypeError for one text in place of several, which would be scored letter by letter.
+        """
+        if isinstance(items, str):
+            raise TypeError("items is one text; give a sequence of texts")
         request = inference_pb2.ScoreRequest(items=items, query=query, contexts=contexts)
         return await self.score_request(with_mode(request, mode, options))
 

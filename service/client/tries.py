@@ -40,7 +40,8 @@ class TrieCalls:
         trie_id: str = "",
         ttl_seconds: float = 0.0,
     ) -> Trie:
-        """Token ids, or texts as they continue a prompt; in any number. Raises ClientError.
+        """Token ids, or texts as they continue a prompt; in any number. Raises ClientError, and
+        TypeError for one text in place of several.
 
         With `Client(reregister=True)` they are kept here, for servers that do not know them.
         """
@@ -102,6 +103,8 @@ def _packed(
 ) -> PackedTokens | Sequence[str]:
     if isinstance(sequences, PackedTokens):
         return sequences
+    if isinstance(sequences, str):
+        raise TypeError("sequences is one text; give a sequence of texts")
     texts = [each for each in sequences if isinstance(each, str)]
     if texts:
         if len(texts) < len(sequences):

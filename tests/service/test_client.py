@@ -38,6 +38,14 @@ async def test_a_timeout_is_the_deadline_of_each_call() -> None:
             assert failure.value.code is grpc.StatusCode.DEADLINE_EXCEEDED
 
 
+async def test_one_text_in_place_of_several_is_refused_before_any_call() -> None:
+    async with Client(f"127.0.0.1:{closed_port()}") as client:
+        with pytest.raises(TypeError, match="items is one text"):
+            await client.score("yes", inference_pb2.LogLikelihood())
+        with pytest.raises(TypeError, match="sequences is one text"):
+            await client.tries.upload("yes")
+
+
 async def test_top_n_rows_name_their_items_and_plain_rows_are_in_order() -> None:
     async with serving(BigramEngine()) as served:
         items = [np.array(item, dtype=np.int32) for item in ([0, 2], [0, 0], [0, 1])]

@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.e2e.cli_runs import Run, parsed
+from tests.e2e.cli_runs import Run, StartServer, parsed
 
 
 def test_generate_prints_one_json_object_with_all_samples(run: Run, address: str) -> None:
@@ -36,7 +36,14 @@ def test_generate_takes_penalties_and_allowed_tokens(run: Run, address: str) -> 
     assert run(*words, "--repetition-penalty", 0).returncode != 0
 
 
-def test_generate_guesses_ahead_and_says_what_came_of_it(run: Run, address: str) -> None:
+def test_generate_guesses_ahead_and_says_what_came_of_it(
+    run: Run, start_server: StartServer, dummy_options: list[object], tmp_path: Path
+) -> None:
+    """Where drafts need not pay, since the steps of a busy machine take any time."""
+    config = tmp_path / "stemserve.toml"
+    config.write_text("[speculation]\nleast_gain = 0\n")
+    _, ports = start_server("--config", config, *dummy_options)
+    address = f"127.0.0.1:{ports['rpc']}"
     prompt = ("generate", "--server", address, "--prompt", "once", "--temperature", 0)
     words = (*prompt, "--max-new-tokens", 60, "--ignore-eos", "--allow-token", 70)
     usage = parsed(run(*words, "--draft-tokens", 4, "--json"))["usage"]

@@ -63,7 +63,8 @@ class Load:
     async def ask(self, client: Client) -> bool:
         """Whether the answer came and was right."""
         try:
-            right = await asyncio.wait_for(self._known.check(client, self._rng), CALL_S + STUCK_S)
+            async with asyncio.timeout(CALL_S + STUCK_S):
+                right = await self._known.check(client, self._rng)
         except TimeoutError:
             self.stuck += 1
             return False

@@ -74,7 +74,8 @@ class Fuzzer:
         if self._rng.random() < 0.05:
             blob = self._rng.randbytes(self._rng.randrange(300))
         try:
-            await asyncio.wait_for(self._call(method, blob), CALL_S + 5)
+            async with asyncio.timeout(CALL_S + 5):
+                await self._call(method, blob)
             code = grpc.StatusCode.OK
         except grpc.aio.AioRpcError as error:
             code = error.code()
@@ -104,7 +105,8 @@ class Fuzzer:
             reader, writer = await asyncio.open_connection(host, int(port))
             writer.write(start + self._rng.randbytes(self._rng.randrange(1, 400)))
             await writer.drain()
-            await asyncio.wait_for(reader.read(64), 0.05)
+            async with asyncio.timeout(0.05):
+                await reader.read(64)
             writer.close()
         except (OSError, TimeoutError):
             pass  # it may close the connection, or wait for more

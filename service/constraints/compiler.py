@@ -74,7 +74,8 @@ class ConstraintCompiler:
 
     async def _in_time(self, kind: str, running: asyncio.Future[Made]) -> Made:
         try:
-            return await asyncio.wait_for(running, self._max_s)
+            async with asyncio.timeout(self._max_s):
+                return await running
         except TimeoutError:
             raise InvalidRequest(
                 kind, f"takes longer than max_compile_ms ({self._max_s * 1000:g} ms)"

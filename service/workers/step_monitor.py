@@ -31,7 +31,9 @@ async def watch_step_loop(
         await asyncio.sleep(period_s)
         answered = True
         try:
-            record(await asyncio.wait_for(engine.load(), patience_s))
+            async with asyncio.timeout(patience_s):
+                load = await engine.load()
+            record(load)
         except NotReady:
             pass  # it answers; there is no worker
         except TimeoutError:

@@ -97,7 +97,8 @@ async def test_a_running_stream_is_waited_for(rig: Rig) -> None:
     await anext(stream)
     rig.gate.drain()
     with pytest.raises(TimeoutError):
-        await asyncio.wait_for(rig.gate.wait_idle(), 0.05)
+        async with asyncio.timeout(0.05):
+            await rig.gate.wait_idle()
     rig.servicer.finish.set()
     last = await anext(stream)
     assert last.usage is not None and last.usage.output_tokens == 7

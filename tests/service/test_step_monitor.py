@@ -3,6 +3,8 @@
 import asyncio
 from concurrent.futures import Future
 
+import pytest
+
 from stemserve.service.errors import NotReady
 from stemserve.service.request import Load
 from stemserve.service.serving.health import Health
@@ -69,3 +71,23 @@ async def test_a_step_loop_without_a_worker_is_alive() -> None:
     health.set_worker_ready(True)
     assert health.serving
     watching.cancel()
+
+
+@pytest.mark.parametrize("turns", range(8))
+async def test_a_watch_ends_when_cancelled_at_the_moment_of_an_answer(turns: int) -> None:
+    """A drain waits for it: one that goes on holds the server up for good."""
+    inbox = Inbox()
+    health = Health([], note_serving=lambda serving: None)
+    watching = asyncio.create_task(
+        watch_step_loop(
+            ThreadedEngine(inbox), health, lambda load: None, period_s=0.001, patience_s=30.0
+        )
+    )
+    while (reply := next_reply(inbox)) is None:
+        await asyncio.sleep(0.001)
+    reply.set_exception(NotReady("no worker"))
+    for _ in range(turns):
+        await asyncio.sleep(0)
+    watching.cancel()
+    done, _ = await asyncio.wait({watching}, timeout=0.5)
+    assert done

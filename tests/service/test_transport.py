@@ -208,7 +208,8 @@ async def test_a_client_that_pings_too_often_is_told_to_go(strikes: int, ends: b
         writer.write(frame(PING, bytes(8)) * 8)
         heard = b""
         while b"too_many_pings" not in heard and heard.count(frame(PING, bytes(8), ACK)) < 8:
-            heard += await asyncio.wait_for(reader.read(4096), 30)
+            async with asyncio.timeout(30):
+                heard += await reader.read(4096)
         assert (b"too_many_pings" in heard) is ends
         writer.close()
         await score(served)

@@ -14,6 +14,7 @@ import uvloop
 from prometheus_client import CollectorRegistry, ProcessCollector
 
 import stemserve
+from stemserve.leaving import leaves_quietly
 from stemserve.service.batching.admission import TenantShare
 from stemserve.service.batching.batcher import Batcher, BatcherLimits
 from stemserve.service.batching.speculation import DraftPolicy
@@ -153,7 +154,7 @@ def run(
     # The step loop's thread must not wait 5 ms (the default) for a busy RPC loop.
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     keep_freed_memory()
-    with suppress(Stopped):
+    with leaves_quietly(), suppress(Stopped):  # until the signals are watched
         uvloop.run(serve(config, model, tokenizer, announce=announce))
 
 

@@ -10,8 +10,8 @@ import stemserve
 OURS = {
     "proto": set[str](),
     "kernels": set[str](),
-    "service": {"proto", "json_log"},
-    "worker": {"proto", "kernels", "json_log"},
+    "service": {"proto", "json_log", "leaving"},
+    "worker": {"proto", "kernels", "json_log", "leaving"},
 }
 FORBIDDEN = {
     "proto": {"torch", "numpy"},

@@ -2,7 +2,9 @@
 
 import sys
 
-from stemserve.worker.main import main
+from stemserve.leaving import leaves_quietly
 
 if __name__ == "__main__":
+    with leaves_quietly():
+        from stemserve.worker.main import main  # torch takes seconds
     sys.exit(main(sys.argv[1:], program="stemserve worker"))

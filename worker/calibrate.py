@@ -25,7 +25,6 @@ from stemserve.worker.models.loader import read_model_config
 log = logging.getLogger(__name__)
 
 PROGRESS_LINES = 10
-INTERRUPTED = 130  # as a shell counts Ctrl-C
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,12 +57,9 @@ def calibrate(arguments: Sequence[str]) -> int:
         model = read_model_config(config.model)
         heads, checkpoint_dtype = [model.heads], model.checkpoint_dtype
     dtype = pick_dtype(config.dtype, device) or checkpoint_dtype or torch.float32
-    try:
-        plan = plan_for(device, quick=config.quick)
-        with _progress() as progress:
-            measured = [measure_cost_table(shape, device, dtype, progress, plan) for shape in heads]
-    except KeyboardInterrupt:
-        return INTERRUPTED
+    plan = plan_for(device, quick=config.quick)
+    with _progress() as progress:
+        measured = [measure_cost_table(shape, device, dtype, progress, plan) for shape in heads]
     config.output.write_text(tables_json(with_common_hosts(measured)))
     log.info("wrote %s; use it with --cost-table", config.output)
     return 0

@@ -12,6 +12,7 @@ import grpc
 import torch
 
 from stemserve.json_log import log_to_stderr
+from stemserve.leaving import INTERRUPTED
 from stemserve.proto.v1 import worker_pb2_grpc
 from stemserve.worker.calibrate import calibrate
 from stemserve.worker.capacity.command import capacity
@@ -67,6 +68,8 @@ def main(arguments: Sequence[str], *, program: str = PROGRAM) -> int:
     except Stopped:
         log.info("told to end before serving")
         return 0
+    except KeyboardInterrupt:
+        return INTERRUPTED
     except (ConfigError, ModelError, MemoryError, OSError) as error:
         # The message in one line: the service shows the last line of its worker.
         text = " ".join(str(error).split()) or type(error).__name__

@@ -146,7 +146,7 @@ def scores(text: str) -> np.ndarray:
 def container_less(*words: str) -> str:
     from typer.testing import CliRunner
 
-    from stemserve.service.cli import app
+    from stemserve.service.commands.app import app
 
     done = CliRunner().invoke(app, list(words))
     assert done.exit_code == 0, done.output

@@ -13,7 +13,7 @@ from helm_python.errors import HelmError
 from tests.deploy.chart import CHART, MATRIX, Values, render, the
 from typer.testing import CliRunner
 
-from stemserve.service.cli import app
+from stemserve.service.commands.app import app
 from stemserve.service.config.access import TenantConfig
 from stemserve.service.config.sources import Setting, known_keys, read_settings, settings_text
 

@@ -15,7 +15,7 @@ import yaml
 from tests.deploy.chart import ROOT, render, the
 from typer.testing import CliRunner
 
-from stemserve.service.cli import app
+from stemserve.service.commands.app import app
 from stemserve.service.config.sources import read_settings
 
 DEPLOY = ROOT / "deploy"

@@ -19,7 +19,7 @@ from tests.e2e.random_models import MakeRig, RandomModel, RandomModels
 from tests.service.serving import byte_tokenizer
 from typer.testing import CliRunner
 
-from stemserve.service.cli import app
+from stemserve.service.commands.app import app
 
 READY = re.compile(
     r"stemserve is ready: .*gRPC [^:]+:(\d+), health (\d+), metrics (\d+)(?:, admin (\d+))?"

@@ -26,8 +26,8 @@ from tests.service.otlp_receiver import Receiver, otlp_receiver, values
 from typer.testing import CliRunner
 
 from stemserve.proto.v1 import inference_pb2
-from stemserve.service.cli import app
 from stemserve.service.client import Client, ClientError
+from stemserve.service.commands.app import app
 
 StartServer = Callable[..., tuple["subprocess.Popen[str]", dict[str, int]]]
 

@@ -20,13 +20,12 @@ def leaves_quietly() -> Generator[None]:
     Signals that the caller ignores, as `nohup` does, stay ignored. For the main thread.
     """
     mine = [number for number, usual in _DEFAULTS.items() if signal.getsignal(number) == usual]
-    for number in mine:
-        signal.signal(number, _leave)
+    before = {number: signal.signal(number, _leave) for number in mine}
     try:
         yield
     finally:
-        for number in mine:
-            signal.signal(number, _DEFAULTS[number])
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def _leave(number: int, frame: FrameType | None) -> None:

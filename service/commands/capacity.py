@@ -13,10 +13,9 @@ from stemserve.service.default_model import DEFAULT_MODEL, ModelNotFound, resolv
 COMMAND = (sys.executable, "-m", "stemserve.worker", "capacity")
 
 
-def _all_help(context: typer.Context, wanted: bool) -> None:
-    """This command's help, and that of the process which knows the other options."""
+def _help_of_the_process(wanted: bool) -> None:
+    """It knows all options."""
     if wanted:
-        print(context.get_help(), end="\n\n", flush=True)
         raise typer.Exit(subprocess.run([*COMMAND, "--help"], check=False).returncode)
 
 
@@ -32,21 +31,13 @@ def capacity(
     _help: Annotated[
         bool,
         typer.Option(
-            "--help", is_eager=True, callback=_all_help, help="Show this message and exit."
+            "--help", "-h", is_eager=True, callback=_help_of_the_process, help="All options."
         ),
     ] = False,
 ) -> None:
     """Predict how many GPUs a load needs, from the cost tables; no GPU is needed.
 
-    Options of the load and of the device are listed below. docs/capacity.md says how far
-    predictions were from what was measured.
-
-    \b
-    Examples:
-      stemserve capacity --model ./Qwen3-0.6B --prefix-tokens 2048 --items 100 --item-tokens 64 \\
-          --hit-rate 0.5 --items-per-second 50000 --latency-ms 200
-      stemserve capacity --model ./Qwen3-0.6B --prefix-tokens 1024 --samples 16 --new-tokens 256 \\
-          --tokens-per-second 100000
+    The model is found here; all options go to the process that predicts.
     """
     try:
         path = resolve(model, cache_dir=default_model_cache(), progress=_say)

@@ -1,5 +1,6 @@
 """What all commands of the CLI have in common: help, wrong options, refusals, no server."""
 
+import re
 from pathlib import Path
 
 import pytest
@@ -51,10 +52,12 @@ def test_help_is_given(run: Run, command: str) -> None:
     assert "usage" in done.stdout.lower()
 
 
-def test_help_of_capacity_has_the_options_of_the_process_that_predicts(run: Run) -> None:
-    shown = run("capacity", "--help").stdout
-    for option in ("--model", "--prefix-tokens", "--hit-rate", "--latency-ms"):
-        assert option in shown
+def test_help_of_capacity_is_one_page_with_all_options(run_process: Run) -> None:
+    done = run_process("capacity", "--help")
+    assert done.returncode == 0 and not done.stderr
+    assert done.stdout.lower().count("usage:") == 1
+    for option in ("--model", "--prefix-tokens", "--hit-rate", "--latency-ms", "--json"):
+        assert len(re.findall(rf"^  {option}\b", done.stdout, re.MULTILINE)) == 1, option
 
 
 @pytest.mark.parametrize("option", ["--tls", "--ca"])

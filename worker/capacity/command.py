@@ -27,6 +27,16 @@ from stemserve.worker.models.loader import read_model_config
 
 RESERVE_GIB = 4.0
 DECODE_ROWS = 64
+DESCRIPTION = """\
+Predict how many GPUs answer so many calls: attention by its cost table, the rest by rates
+measured on the device. No GPU is needed. docs/capacity.md says how far predictions were from
+what was measured."""
+EXAMPLES = """\
+examples:
+  stemserve capacity --model ./Qwen3-0.6B --prefix-tokens 2048 --items 100 --item-tokens 64 \\
+      --hit-rate 0.5 --items-per-second 50000 --latency-ms 200
+  stemserve capacity --model ./Qwen3-0.6B --prefix-tokens 1024 --samples 16 --new-tokens 256 \\
+      --tokens-per-second 100000"""
 HALVES = {"float16": torch.float16, "bfloat16": torch.bfloat16}
 
 
@@ -108,8 +118,9 @@ def _forward(options: argparse.Namespace) -> ForwardSeconds:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="stemserve capacity",
-        description="Predict how many GPUs answer so many calls: attention by its cost table, the "
-        "rest by rates measured on the device. No GPU is needed.",
+        description=DESCRIPTION,
+        epilog=EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
     _add_model(parser)
@@ -123,7 +134,7 @@ def _add_model(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("server")
     group.add_argument(
         "--model", type=Path, required=True, metavar="PATH",
-        help="Hugging Face folder, config.json or GGUF file; no weights are read",
+        help="a model as serve's, or a config.json; only its shape is read",
     )  # fmt: skip
     group.add_argument("--device", choices=list(RATES), default=next(iter(RATES)))
     group.add_argument("--dtype", choices=list(HALVES), default="bfloat16")

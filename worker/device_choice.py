@@ -4,10 +4,12 @@ from typing import Any, assert_never
 
 import torch
 
+from stemserve.kernels.codec.tiles import PAGE_SIZES
 from stemserve.kernels.page_format import FP8
 from stemserve.worker.config import ConfigError, Device, Dtype, KvCacheDtype
 
 FP8_CAPABILITY = (8, 9)
+MOST_PAGE_TOKENS = 1024  # on a CPU; a partly filled page wastes what it does not hold
 
 
 def pick_device(choice: Device) -> torch.device:
@@ -23,6 +25,16 @@ def pick_device(choice: Device) -> torch.device:
             return torch.device("cuda")
         case _:
             assert_never(choice)
+
+
+def check_page_size(size: int, device: torch.device) -> None:
+    """Raises ConfigError. A CPU's kernels take any size, the tree kernel of a GPU some."""
+    if device.type == "cpu":
+        if not 1 <= size <= MOST_PAGE_TOKENS:
+            raise ConfigError(f"--page-size {size} is not in 1 .. {MOST_PAGE_TOKENS}")
+    elif size not in PAGE_SIZES:
+        allowed = ", ".join(map(str, PAGE_SIZES))
+        raise ConfigError(f"--page-size {size} is not one of {allowed}, which a GPU takes")
 
 
 def pick_dtype(choice: Dtype, device: torch.device) -> torch.dtype | None:

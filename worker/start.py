@@ -16,7 +16,7 @@ from stemserve.worker.choice.costs import device_costs
 from stemserve.worker.choice.dispatch import Dispatcher
 from stemserve.worker.choice.probe import Prober, make_prober
 from stemserve.worker.config import ConfigError, WorkerConfig
-from stemserve.worker.device_choice import page_dtype, pick_device, pick_dtype
+from stemserve.worker.device_choice import check_page_size, page_dtype, pick_device, pick_dtype
 from stemserve.worker.forward import Forward
 from stemserve.worker.graphs.score_pieces import capture_pieces, piece_bytes
 from stemserve.worker.jit_cache import check_triton_cache
@@ -63,6 +63,7 @@ class Parts:
 def make_parts(config: WorkerConfig, progress: Progress, check: Callable[[], None]) -> Parts:
     """`check` may raise to end the start. Raises ConfigError or ModelError."""
     device = pick_device(config.device)
+    check_page_size(config.page_size, device)
     if config.threads is not None:
         torch.set_num_threads(config.threads)
     if device.type == "cuda":

@@ -16,12 +16,10 @@ from stemserve.kernels.codec.pairs import Pairing
 from stemserve.kernels.codec.pieces import DEFAULT_COSTS, DEFAULT_DIVISION
 from stemserve.kernels.codec.planner import Planner
 from stemserve.kernels.codec.tables import DeviceTables
-from stemserve.kernels.codec.tiles import STEP_TOKENS, TILE_ROWS
+from stemserve.kernels.codec.tiles import PAGE_SIZES, TILE_ROWS
 from stemserve.kernels.eligibility import decode_refusal
 from stemserve.kernels.layout import AttentionLayout, HeadShape
 from stemserve.kernels.strategy import Kernel, Phase, Work
-
-PAGE_SIZES = tuple(size for size in (8, 16, 32, 64) if size <= STEP_TOKENS)
 
 
 @dataclass(kw_only=True)

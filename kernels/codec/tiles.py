@@ -11,6 +11,7 @@ from stemserve.kernels.layout import Int32
 
 TILE_ROWS = 64
 STEP_TOKENS = 64  # tokens of one step of the kernel's loop
+PAGE_SIZES = (8, 16, 32, 64)  # a step reads whole pages, and tiles have powers of two
 PAGE_BITS = 24  # of a page word: the page number; above it, how many of its tokens to load
 TOKEN_BITS = 7  # of these
 OWN_ROWS = np.int32(-(1 << 31))  # of a page word: it numbers the first of some of the step's rows

@@ -180,7 +180,9 @@ def serve(
             show_default="auto",
         ),
     ] = None,
-    page_size: Annotated[int | None, _worker("Tokens of a KV page.", show_default="16")] = None,
+    page_size: Annotated[
+        int | None, _worker("Tokens of a KV page; 8, 16, 32 or 64 on a GPU.", show_default="16")
+    ] = None,
     threads: Annotated[int | None, _worker("CPU threads of the model; else torch decides.")] = None,
     max_burst_steps: Annotated[
         int | None,

@@ -39,7 +39,7 @@ def oracle(folder: Path) -> LlamaForCausalLM:
 
 def command(folder: Path, socket: Path, *more: str) -> list[str]:
     flags = ["--listen", f"unix:{socket}", "--model", str(folder), "--threads", "1"]
-    flags += ["--kv-pages", "64", "--page-size", "4", "--sampler-slots", "4"]
+    flags += ["--device", "cpu", "--kv-pages", "64", "--page-size", "4", "--sampler-slots", "4"]
     flags += ["--cost-table", str(folder / "costs.json"), *more]
     return [sys.executable, "-m", "stemserve.worker", *flags]
 

@@ -17,6 +17,7 @@ from stemserve.kernels.strategy import Kernel
 from stemserve.worker.blobs import decode_float32
 from stemserve.worker.choice.costs import device_costs
 from stemserve.worker.config import ConfigError, WorkerConfig, parse_config
+from stemserve.worker.device_choice import check_page_size
 from stemserve.worker.models.loader import LoadFormat
 from stemserve.worker.start import Parts, make_parts
 
@@ -43,7 +44,8 @@ def config(folder: Path, *more: str) -> WorkerConfig:
 
 def parts(folder: Path, costs_file: Path, *more: str) -> Parts:
     flags = ("--kv-pages", "32", "--page-size", "4", "--cost-table", str(costs_file), *more)
-    return make_parts(config(folder, *flags), lambda done, total: None, lambda: None)
+    found = config(folder, "--device", "cpu", *flags)
+    return make_parts(found, lambda done, total: None, lambda: None)
 
 
 def test_a_deterministic_worker_says_so_and_takes_no_kernel(folder: Path, costs_file: Path) -> None:
@@ -51,6 +53,19 @@ def test_a_deterministic_worker_says_so_and_takes_no_kernel(folder: Path, costs_
     assert not parts(folder, costs_file).facts.deterministic
     with pytest.raises(ConfigError, match="--deterministic has its own attention"):
         config(folder, "--deterministic", "--kernel", "naive")
+
+
+@pytest.mark.parametrize(
+    ("device", "size", "allowed"),
+    [("cpu", 1025, "in 1 .. 1024"), ("cuda", 7, "one of 8, 16, 32, 64"), ("cuda", 128, "one of 8")],
+)
+def test_pages_of_a_size_that_no_kernel_takes_are_refused(
+    device: str, size: int, allowed: str
+) -> None:
+    with pytest.raises(ConfigError, match=rf"--page-size {size} is not {allowed}"):
+        check_page_size(size, torch.device(device))
+    for taken in (8, 16, 32, 64):
+        check_page_size(taken, torch.device(device))
 
 
 def test_flags_have_the_documented_defaults(folder: Path) -> None:

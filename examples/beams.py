@@ -5,9 +5,10 @@ Run it beside a server: `stemserve serve`, then `python examples/beams.py`.
 
 import argparse
 import asyncio
+import sys
 
 from stemserve.proto.v1 import inference_pb2
-from stemserve.service.client import Client
+from stemserve.service.client import Client, ClientError
 
 PROMPT = "The sea rises twice a day because"
 TOKENS = 16
@@ -37,4 +38,7 @@ async def main() -> None:
 
 
 if __name__ == "__main__":
-    asyncio.run(main())
+    try:
+        asyncio.run(main())
+    except (ClientError, ValueError) as error:  # no server, or an address that is none
+        sys.exit(str(error))

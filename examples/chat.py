@@ -5,9 +5,10 @@ Run it beside a server: `stemserve serve`, then `python examples/chat.py`.
 
 import argparse
 import asyncio
+import sys
 
 from stemserve.proto.v1 import inference_pb2
-from stemserve.service.client import Client, Usage
+from stemserve.service.client import Client, ClientError, Usage
 
 SYSTEM = "You answer in one short sentence."
 QUESTIONS = ("What is the capital of Italy?", "And of France?", "And of Spain?")
@@ -43,4 +44,7 @@ async def main() -> None:
 
 
 if __name__ == "__main__":
-    asyncio.run(main())
+    try:
+        asyncio.run(main())
+    except (ClientError, ValueError) as error:  # no server, or an address that is none
+        sys.exit(str(error))

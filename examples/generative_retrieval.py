@@ -8,6 +8,7 @@ server: `stemserve serve`, then `python examples/generative_retrieval.py`.
 import argparse
 import asyncio
 import json
+import sys
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -17,7 +18,7 @@ from rich.console import Console
 from rich.table import Table
 
 from stemserve.proto.v1 import inference_pb2
-from stemserve.service.client import Client, SampleNews, chat_request
+from stemserve.service.client import Client, ClientError, SampleNews, chat_request
 
 CAPITALS: Mapping[str, str] = json.loads((Path(__file__).parent / "capitals.json").read_text())
 ASKED = ("Japan", "Kenya", "Austria", "New Zealand", "Chile", "Iceland")
@@ -95,4 +96,7 @@ async def main() -> None:
 
 
 if __name__ == "__main__":
-    asyncio.run(main())
+    try:
+        asyncio.run(main())
+    except (ClientError, ValueError) as error:  # no server, or an address that is none
+        sys.exit(str(error))

@@ -6,10 +6,11 @@ Run it beside a server: `stemserve serve`, then `python examples/samples.py`.
 import argparse
 import asyncio
 import json
+import sys
 from pathlib import Path
 
 from stemserve.proto.v1 import inference_pb2
-from stemserve.service.client import Client, chat_request
+from stemserve.service.client import Client, ClientError, chat_request
 
 SAMPLES = 8
 DOCUMENTS = json.loads((Path(__file__).parent / "documents.json").read_text())["documents"]
@@ -46,4 +47,7 @@ async def main() -> None:
 
 
 if __name__ == "__main__":
-    asyncio.run(main())
+    try:
+        asyncio.run(main())
+    except (ClientError, ValueError) as error:  # no server, or an address that is none
+        sys.exit(str(error))

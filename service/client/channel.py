@@ -10,6 +10,7 @@ from typing import Any
 import grpc
 
 from stemserve.service.metadata_keys import ROUTING_KEY
+from stemserve.service.target import check_target
 
 MAX_MESSAGE_BYTES = 64 << 20
 RETRIES = {
@@ -95,7 +96,8 @@ def open_channel(
     *,
     headers: Headers | None = None,
 ) -> grpc.aio.Channel:
-    """Raises OSError if a file of `access` cannot be read."""
+    """Raises ValueError for a target without a port, OSError if a file of `access` is bad."""
+    check_target(target)
     interceptors = [] if headers is None else _adding(headers)
     if access.key is not None:
         bearer = (("authorization", f"Bearer {access.key}"),)

@@ -45,7 +45,8 @@ class Client:
         headers: Headers | None = None,
         hashes: bool = False,
     ) -> None:
-        """`timeout_s` is the deadline of each call. Raises OSError if a file of `access` is bad.
+        """`target` is HOST:PORT, unix:/path or another URI that gRPC knows; ValueError if it has no
+        port. `timeout_s` is the deadline of each call. Raises OSError if a file of `access` is bad.
         `headers` gives metadata to go with a call, such as the `traceparent` of the span around it.
 
         `reregister` is for a router before several servers: a prefix that this client registered,

@@ -8,6 +8,9 @@ from google.rpc import error_details_pb2, status_pb2
 
 from stemserve.service.metadata_keys import STATUS_DETAILS_KEY
 
+# What gRPC says where nobody listens, at a host and at a Unix socket.
+_NOBODY = ("Failed to connect to remote host", "connect failed: ")
+NO_SERVER = "is a server running there? `stemserve serve` starts one"
 NO_VIOLATIONS: Mapping[str, str] = MappingProxyType({})
 
 
@@ -35,7 +38,10 @@ def client_error(error: grpc.aio.AioRpcError) -> ClientError:
     for key, value in error.trailing_metadata() or ():
         if key == STATUS_DETAILS_KEY and isinstance(value, bytes):
             return status_error(status_pb2.Status.FromString(value))
-    return ClientError(error.code(), error.details() or "no reason was given")
+    message = error.details() or "no reason was given"
+    if error.code() is grpc.StatusCode.UNAVAILABLE and any(words in message for words in _NOBODY):
+        message = f"{message}; {NO_SERVER}"
+    return ClientError(error.code(), message)
 
 
 def status_error(status: status_pb2.Status) -> ClientError:

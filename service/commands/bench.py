@@ -21,6 +21,7 @@ from stemserve.service.bench.server_process import ServerFailed
 from stemserve.service.bench.suite import Running, SuitePlan
 from stemserve.service.bench.target import FULL, QUICK, describe
 from stemserve.service.client.errors import ClientError
+from stemserve.service.commands.call import check_server
 from stemserve.service.commands.failure import fail, fail_call
 
 QUICK_SECONDS = 3.0  # of a rate of the open loop
@@ -102,6 +103,8 @@ def bench(
         print(*(row.name for row in (*every_row, loop)), sep="\n")
         return
     only_loop = suite is SuiteName.OPEN_LOOP
+    if server is not None:
+        check_server(server)
     wanted: tuple[Row, ...] = () if only_loop else chosen(every_row, rows or ())
     loops = (loop,) if only_loop else chosen((loop,), rows or ())
     if not wanted and not loops:

@@ -12,6 +12,7 @@ import typer
 from stemserve.service.client.channel import OPTIONS, PLAINTEXT, Access, open_channel
 from stemserve.service.client.errors import client_error
 from stemserve.service.commands.failure import fail, fail_call
+from stemserve.service.target import check_target
 from stemserve.service.tracing.trace_context import PARENT_KEY, remote_parent
 
 T = TypeVar("T")
@@ -84,18 +85,22 @@ def access_options(
 
 def call(server: str, work: Callable[[Channel], Awaitable[T]]) -> T:
     """The result of `work` on a channel to the server; a failed call ends the command."""
-    if server.startswith(("http://", "https://")):
-        raise typer.BadParameter(
-            f"--server {server!r} has a scheme; give HOST:PORT, for TLS --tls before the command"
-        )
-    if ":" not in server:
-        raise typer.BadParameter(f"--server {server!r} has no port; give HOST:PORT, as {SERVER}")
+    check_server(server)
     try:
         return asyncio.run(_with_channel(server, work))
     except OSError as error:
         fail(f"{error.filename}: {error.strerror}")
     except grpc.aio.AioRpcError as error:
         fail_call(client_error(error), server)
+
+
+def check_server(server: str) -> None:
+    """Raises typer.BadParameter for an address that has no port, or is none."""
+    try:
+        check_target(server)
+    except ValueError as error:
+        tls = ", and for TLS --tls before the command" if server.startswith("https:") else ""
+        raise typer.BadParameter(f"--server {error}{tls}") from error
 
 
 async def _with_channel(server: str, work: Callable[[Channel], Awaitable[T]]) -> T:

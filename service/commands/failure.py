@@ -9,7 +9,6 @@ from rich.console import Console
 from stemserve.service.client.errors import ClientError
 
 ADVICE = {
-    grpc.StatusCode.UNAVAILABLE: "is a server running there? `stemserve serve` starts one",
     grpc.StatusCode.DEADLINE_EXCEEDED: "allow more time with --timeout",
     grpc.StatusCode.RESOURCE_EXHAUSTED: "send less at once",
     grpc.StatusCode.UNAUTHENTICATED: "give --api-key or STEMSERVE_API_KEY",

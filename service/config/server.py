@@ -21,6 +21,7 @@ from stemserve.service.config.error import ConfigError
 from stemserve.service.config.tracing import TracingConfig
 from stemserve.service.default_model import DEFAULT_MODEL
 from stemserve.service.limits import MOST_DRAFT_TOKENS, Limits
+from stemserve.service.target import check_target
 
 LOAD_FORMATS = ("auto", "dummy")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
@@ -177,8 +178,16 @@ class WorkerConfig:
             )
         if self.kv_pages is not None and self.kv_memory is not None:
             raise ConfigError("give kv_pages or kv_memory, not both")
+        if self.address is not None:
+            self._check_address(self.address)
         self._check_tls()
         self._check_times()
+
+    def _check_address(self, address: str) -> None:
+        try:
+            check_target(address)
+        except ValueError as error:
+            raise ConfigError(f"address {error}") from error
 
     def _check_times(self) -> None:
         if not 0 < self.start_timeout_s <= LONGEST_S:

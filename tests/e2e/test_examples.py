@@ -22,13 +22,18 @@ def address(
     return f"127.0.0.1:{start_server('--model', default_model_path)[1]['rpc']}"
 
 
-def output(name: str, address: str, *options: str) -> list[str]:
-    done = subprocess.run(
+def run(name: str, address: str, *options: str) -> "subprocess.CompletedProcess[str]":
+    return subprocess.run(
         [sys.executable, ROOT / "examples" / name, "--server", address, *options],
         capture_output=True,
         text=True,
         timeout=PATIENCE_S,
+        check=False,
     )
+
+
+def output(name: str, address: str, *options: str) -> list[str]:
+    done = run(name, address, *options)
     assert done.returncode == 0, done.stderr
     return [line for line in done.stdout.splitlines() if line]
 
@@ -60,6 +65,20 @@ def test_retrieval_over_many_random_ids_finds_some_of_them(address: str) -> None
     *_, uploaded, searched = output("generative_retrieval.py", address, "--many", "2000")
     assert uploaded.startswith("2,000 ids of 8 tokens")
     assert searched.endswith("all answers among them.")
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_an_example_without_a_server_says_what_to_start(name: str) -> None:
+    done = run(name, "127.0.0.1:1")
+    assert done.returncode == 1
+    (line,) = done.stderr.splitlines()
+    assert line.startswith("UNAVAILABLE: ") and line.endswith("`stemserve serve` starts one")
+
+
+def test_an_example_at_an_address_without_a_port_says_so() -> None:
+    done = run(EXAMPLES[0], "localhost")
+    assert done.returncode == 1
+    assert done.stderr == "'localhost' has no port; give HOST:PORT, as localhost:50051\n"
 
 
 def test_each_example_is_in_the_readme() -> None:

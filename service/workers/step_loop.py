@@ -48,6 +48,7 @@ WorkerLost = Callable[[int, str], None]  # generation, reason
 
 MOST_UNCOUNTED = 64  # results that wait until somebody asks for the metrics
 NEVER = float("inf")
+LONGEST_SLEEP_S = 3600.0  # a caller's deadline may be longer than a thread can sleep
 
 
 class StepLoop:
@@ -150,7 +151,7 @@ class StepLoop:
             self._asleep_until = self._next_moment()
         if self._asleep_until == NEVER:
             return None
-        return max(0.0, self._asleep_until - time.monotonic())
+        return min(LONGEST_SLEEP_S, max(0.0, self._asleep_until - time.monotonic()))
 
     def _next_moment(self) -> float:
         """When something is due that nobody may bring."""

@@ -240,6 +240,14 @@ def test_a_deadline_of_a_job_that_another_thread_took_in_wakes_the_loop(rig: Rig
     assert isinstance(failures(rig.next_news())["b"], DeadlinePassed)
 
 
+def test_the_loop_outlives_a_deadline_of_eleven_thousand_years(rig: Rig) -> None:
+    """The longest that gRPC has, 99,999,999 hours: no thread can sleep that long at once."""
+    rig.attach()
+    rig.submit(job("a", tokens=0, deadline=time.monotonic() + 3.6e11))  # no step wakes the loop
+    rig.ask(lambda batcher: None)
+    assert rig.ask(lambda batcher: batcher.load()).running_requests == 1
+
+
 def test_news_that_no_result_brought_is_delivered_too(rig: Rig) -> None:
     rig.attach(steps_in_flight=1)
     rig.submit(job("a", tokens=5))

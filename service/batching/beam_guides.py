@@ -1,6 +1,7 @@
 """What the beams of a search may go on with, under a constraint: each has its own state."""
 
 from collections import Counter
+from collections.abc import Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -28,7 +29,7 @@ class BeamGuides:
         """Not empty."""
         return self._masks[beam]
 
-    def counts(self, beams: list[int], most: int) -> Int32:
+    def counts(self, beams: Sequence[int], most: int) -> Int32:
         """How many candidates each offers, at most so many."""
         return np.array([min(most, len(self._masks[beam])) for beam in beams], np.int32)
 

@@ -5,10 +5,10 @@ in its partly filled page, the others begin theirs with a copy of it. A page tha
 more is free at once.
 """
 
-from typing import NamedTuple
-
 import numpy as np
+from numpy.typing import NDArray
 
+from stemserve.service.batching.beam_rows import BeamRows
 from stemserve.service.batching.kv_cache import KvCache
 from stemserve.service.batching.sequence import Chain, pages_for
 from stemserve.service.batching.step_builder import StepBuilder
@@ -17,69 +17,109 @@ from stemserve.service.request import Int32
 NO_PAGE = -1
 
 
-class BeamTable(NamedTuple):
-    """Pages of one beam, the last of them its own."""
-
-    table: Int32
-    own_key: bytes
-
-
 class BeamPages:
     def __init__(self, cache: KvCache, chain: Chain, *, capacity: int) -> None:
         """`capacity`: tokens of the longest beam that are stored."""
         self._cache = cache
         self._chain = chain
-        self._first_own = chain.full_pages
-        width = max(len(chain.nodes), pages_for(capacity, cache.page_size))
-        self._tables: Int32 = np.full((1, width), NO_PAGE, np.int32)  # [beams, pages]
-        self._tables[0, : chain.full_pages] = chain.table[: chain.full_pages]
+        self._prompt_pages = chain.table[: chain.full_pages]
+        most = pages_for(capacity, cache.page_size) - chain.full_pages
+        self._own: Int32 = np.full((1, max(1, most)), NO_PAGE, np.int32)  # [beams, pages]
         self._tails: Int32 = np.full(1, NO_PAGE, np.int32)  # [beams] a page to begin the next with
+        self._rank: Int32 = np.zeros(1, np.int32)  # [beams] among the leaves, depth first
+        # Scratch, and one more, for NO_PAGE.
+        self._is_lost = np.zeros(cache.allocator.num_pages + 1, np.bool_)
 
     @property
     def num_pages(self) -> int:
         """That the beams hold, the prompt's not counted."""
-        return len(self._own(self._tables))
+        return len(self._held())
 
     def fork(self, parents: Int32, stored: int) -> None:
-        """Beam i goes on from beam parents[i]; each has `stored` tokens in pages."""
-        self._tails = np.full(len(parents), NO_PAGE, np.int32)
-        if np.array_equal(parents, np.arange(len(self._tables))):
+        """Beam i goes on from beam parents[i]; each has `stored` tokens in pages, and none lacks
+        one."""
+        before, beams = self._own, len(parents)
+        self._tails = np.full(beams, NO_PAGE, np.int32)
+        if beams == len(before) and (parents == np.arange(beams)).all():
             return
-        at, offset = divmod(stored, self._cache.page_size)
-        before = self._own(self._tables)
-        tables = self._tables[parents]
+        own = before[parents]
+        at, offset = self._place(stored)
+        rank = self._rank[parents]
+        order = rank.argsort(kind="stable")  # children of one beam are neighbours
+        self._rank = np.empty(beams, np.int32)
+        self._rank[order] = np.arange(beams)
+        filled = at
         if offset and stored > self._chain.length:
-            _, first = np.unique(parents, return_index=True)
-            moves = np.zeros(len(parents), np.bool_)
-            moves[first] = True
-            self._tails[~moves] = tables[~moves, at]
-            tables[~moves, at] = NO_PAGE
-        self._tables = tables
-        self._cache.allocator.free(np.setdiff1d(before, self._own(tables)))
+            filled = at + 1
+            copies = order[1:][rank[order][1:] == rank[order][:-1]]
+            self._tails[copies] = own[copies, at]
+            own[copies, at] = NO_PAGE
+        self._own = own
+        self._free_lost(before[:, :filled], own[:, :filled], parents)
 
-    def table(self, beam: int, start: int, step: StepBuilder) -> BeamTable | None:
-        """Pages for the token at `start`, the first that the beam does not store. None: there is no
-        page now."""
-        at, offset = divmod(start, self._cache.page_size)
-        table = self._tables[beam]
-        if table[at] == NO_PAGE:
-            before = int(table[at - 1]) if at else NO_PAGE
-            found = None if step.pages_blocked else self._cache.allocate(1, after=before)
-            if found is None:
-                return None
-            page = int(found[0])
-            table[at] = page
-            if self._tails[beam] != NO_PAGE:
-                step.copy_page(int(self._tails[beam]), page, offset)
-            elif offset and self._chain.tail is not None:
-                step.add_copy(self._chain.tail, page, offset)
-        return BeamTable(table, table[: at + 1].tobytes())
+    def prepare(self, first: int, end: int, start: int, step: StepBuilder) -> int:
+        """Pages for the token at `start`, the first that beams first .. end - 1 do not store.
+        Returns behind the last of them that has one: then there is no page for the next now."""
+        at, offset = self._place(start)
+        missing = np.flatnonzero(self._own[first:end, at] == NO_PAGE) + first
+        if not len(missing):
+            return end
+        room = 0 if step.pages_blocked else self._cache.available_pages
+        given: NDArray[np.intp] = missing[:room]
+        pages = self._cache.allocate(len(given), after=self._page_before(at))
+        if pages is not None:
+            self._own[given, at] = pages
+            self._begin(given, pages, offset, step)
+        return end if room >= len(missing) else int(missing[room])
+
+    def rows(self, first: int, end: int, start: int) -> BeamRows:
+        """Of beams that have a page for the token at `start`."""
+        at, _ = self._place(start)
+        return BeamRows(
+            prompt_pages=self._prompt_pages,
+            own=self._own[first:end, : at + 1],
+            rank=self._rank[first:end],
+            tokens=start + 1,
+        )
 
     def drop(self) -> None:
-        self._cache.allocator.free(self._own(self._tables))
-        self._tables = self._tables[:0]
+        self._cache.allocator.free(self._held())
+        self._own = self._own[:0]
 
-    def _own(self, tables: Int32) -> Int32:
-        pages: Int32 = np.unique(tables[:, self._first_own :])
+    def _place(self, token: int) -> tuple[int, int]:
+        """The page of a token, behind the prompt's full ones, and its place there."""
+        page, offset = divmod(token, self._cache.page_size)
+        return page - len(self._prompt_pages), offset
+
+    def _page_before(self, at: int) -> int:
+        """One that is before some beam's page."""
+        if at:
+            return int(self._own[0, at - 1])
+        return int(self._prompt_pages[-1]) if len(self._prompt_pages) else NO_PAGE
+
+    def _begin(self, beams: NDArray[np.intp], pages: Int32, offset: int, step: StepBuilder) -> None:
+        """With a copy of the first `offset` tokens of the page that each beam's parent had."""
+        if not offset:
+            return
+        tails = self._tails[beams]
+        if (tails != NO_PAGE).all():
+            step.copy_pages(tails.tolist(), pages.tolist(), offset)
+        elif self._chain.tail is not None:  # behind the prompt all beams begin alike
+            for page in pages.tolist():
+                step.add_copy(self._chain.tail, page, offset)
+
+    def _free_lost(self, before: Int32, after: Int32, parents: Int32) -> None:
+        """Only beams that nobody goes on from had pages that nobody has any more."""
+        is_parent = np.zeros(len(before), np.bool_)
+        is_parent[parents] = True
+        had, is_lost = before[~is_parent].ravel(), self._is_lost
+        is_lost[had] = True
+        is_lost[after.ravel()] = False
+        lost = set[int](had[is_lost[had]].tolist())
+        is_lost[had] = False
+        self._cache.allocator.free(list(lost))
+
+    def _held(self) -> Int32:
+        pages: Int32 = np.unique(self._own)
         held: Int32 = pages[pages != NO_PAGE]
         return held

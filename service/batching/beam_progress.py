@@ -47,8 +47,8 @@ def beam_pages(job: GenerateJob, beams: BeamSpec, page_size: int) -> int:
 class _Read(NamedTuple):
     """Rows of a step in flight."""
 
-    beams: list[int]
-    at: list[int]  # of each in the step's samples
+    beams: range
+    first: int  # of them in the step's samples, where they follow one another
 
 
 class BeamProgress(DecodingProgress):
@@ -129,37 +129,33 @@ class BeamProgress(DecodingProgress):
             self._counted_tokens = max(self._counted_tokens, chunk.stop)
         if chunk.stop == chain.length and chunk.last_row >= 0:
             self._prompt_is_planned = True
-            self._read(step, {0: chunk.last_row})
+            self._read(step, range(1), range(chunk.last_row, chunk.last_row + 1))
 
     def plan_decodes(self, step: StepBuilder, limit: int) -> bool:
         """Add a row for each beam of this round that has none."""
         search, pages = self._search, self._pages
         if pages is None or self._planned == self.num_live:
             return True
-        rows: dict[int, int] = {}
         start = len(self._job.prompt) + search.length - 1
-        tokens = search.last_tokens.tolist()
-        for beam in range(self._planned, self.num_live):
-            if step.rows.num_rows >= limit:
-                break
-            table = pages.table(beam, start, step)
-            if table is None:
-                break
-            rows[beam] = step.rows.add_decode(
-                tokens[beam], start, start + 1, table, self._job.kernel
-            )
-        self._read(step, rows)
+        first = self._planned
+        end = min(self.num_live, first + limit - step.rows.num_rows)
+        end = pages.prepare(first, end, start, step)
+        if first < end:
+            tokens: list[int] = search.last_tokens[first:end].tolist()
+            beams = pages.rows(first, end, start)
+            rows = step.rows.add_beams(tokens, beams, self._job.kernel)
+            self._read(step, range(first, end), rows)
         return self._planned == self.num_live or step.rows.num_rows >= limit
 
     def deliver(self, outputs: StepOutputs) -> list[Event]:
         read = self._reads.pop(outputs.step_id, None)
         if read is None:
             return []
-        if any(not outputs.drawn.good_steps(at, 1) for at in read.at):
+        search, beams, drawn = self._search, read.beams, outputs.drawn
+        if drawn.some_failed(read.first, len(beams)):
             return [self._not_finite()]
-        search, at = self._search, np.array(read.at, np.int32)
-        found = outputs.drawn.top_arrays(at, search.counts(read.beams), search.candidates)
-        self._ids[read.beams], self._logprobs[read.beams] = found
+        found = drawn.top_arrays(read.first, search.counts(beams), search.candidates)
+        self._ids[beams.start : beams.stop], self._logprobs[beams.start : beams.stop] = found
         self._answered += len(read.beams)
         if self._answered < self.num_live:
             return []
@@ -246,21 +242,20 @@ class BeamProgress(DecodingProgress):
         if self._pages is not None:
             self._pages.fork(parents, prompt + self._search.length - 1)
 
-    def _read(self, step: StepBuilder, rows: dict[int, int]) -> None:
+    def _read(self, step: StepBuilder, beams: range, rows: range) -> None:
         """Read the likeliest next tokens of beams at their rows."""
-        if not rows:
-            return
-        search, readouts, at = self._search, step.readouts, list[int]()
-        for beam, row in rows.items():
-            slot = self._taken[beam]
-            if beam >= self._announced:
-                readouts.add_sampler(_reader(slot, search))
-                self._announced = beam + 1
-            if (mask := search.mask(beam)) is not None:
-                readouts.add_mask(slot, mask)
-            at.append(readouts.add_sample(row, slot, search.length))
-        self._reads[step.step_id] = _Read(list(rows), at)
-        self._planned += len(rows)
+        search, readouts = self._search, step.readouts
+        slots = self._taken[beams.start : beams.stop]
+        for slot in self._taken[self._announced : beams.stop]:
+            readouts.add_sampler(_reader(slot, search))
+        self._announced = max(self._announced, beams.stop)
+        if search.is_guided:
+            for beam, slot in zip(beams, slots, strict=True):
+                if (mask := search.mask(beam)) is not None:
+                    readouts.add_mask(slot, mask)
+        first = readouts.add_samples(rows, slots, search.length)
+        self._reads[step.step_id] = _Read(beams, first)
+        self._planned += len(beams)
 
     def _not_finite(self) -> JobFailed:
         if not self._search.length and self._chain is not None:

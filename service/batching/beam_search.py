@@ -1,6 +1,7 @@
 """A beam search without its pages: the beams, and under a constraint what each may go on with."""
 
 import math
+from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -64,7 +65,7 @@ class BeamSearch:
         """What its next token may be; None: any."""
         return None if self._guides is None else self._guides.mask(beam)
 
-    def counts(self, beams: list[int]) -> Int32:
+    def counts(self, beams: Sequence[int]) -> Int32:
         """How many candidates each of the beams has."""
         if self._guides is None:
             return np.full(len(beams), self.candidates, np.int32)

@@ -14,6 +14,8 @@ from numpy.typing import NDArray
 
 from stemserve.service.request import BeamSpec, EarlyStopping, Float32, Int32
 
+FIRST_LOOKED_AT = 4  # times as many candidates as may go on
+
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Hypothesis:
@@ -67,35 +69,33 @@ class BeamState:
         its length. Returns the beam that each new one goes on from, [new live]; `is_done` says that
         none does.
         """
-        ends = np.isin(ids, self._end_ids)
-        if self.length < self._spec.min_new_tokens:
+        ends = self._are_ends(ids)
+        if ends is not None and self.length < self._spec.min_new_tokens:
             logprobs = np.where(ends, np.float32(-np.inf), logprobs)
-        scores = (self._scores[:, None] + logprobs).ravel()
+        scores = self._scores[:, None] + logprobs
         self.searched_tokens += self.num_live
         length, width = self.length + 1, self._spec.width
         is_last = length == self._max_new_tokens
-        ended = [at for at in _best(scores, width).tolist() if is_last or ends.flat[at]]
+        best = _best(scores, width)
+        ended = best if is_last else best[:0]
+        if ends is not None and not is_last:
+            ended = best[ends.ravel()[best]]
         if accepts is not None:
-            columns = ids.shape[1]
-            tokens: list[int] = ids.ravel()[ended].tolist()
-            ended = [
-                at
-                for at, token in zip(ended, tokens, strict=True)
-                if ends.flat[at] or accepts(at // columns, token)
-            ]
+            ended = self._acceptable(ended, ids, ends, accepts)
         self._end(ended, ids, logprobs, scores)
-        going_on = np.empty(0, np.int64)
-        if not is_last:
-            going_on = _best(np.where(ends.ravel(), np.float32(-np.inf), scores), width)
-        parents, column = np.divmod(going_on, ids.shape[1])
+        going_on = best[:0] if is_last else best
+        if ends is not None and not is_last:
+            going_on = _best(np.where(ends, np.float32(-np.inf), scores), width)
+        parents = going_on // ids.shape[1]
         self._tokens = self._tokens[parents]
         self._logprobs = self._logprobs[parents]
-        self._tokens[:, self.length] = ids[parents, column]
-        self._logprobs[:, self.length] = logprobs[parents, column]
-        self._scores = scores[going_on]
+        self._tokens[:, self.length] = ids.ravel()[going_on]
+        self._logprobs[:, self.length] = logprobs.ravel()[going_on]
+        self._scores = scores.ravel()[going_on]
         self.length = length
         self.is_done = not len(going_on) or not self._may_improve()
-        return parents.astype(np.int32)
+        new_parents: Int32 = parents.astype(np.int32)
+        return new_parents
 
     def keep(self, going_on: NDArray[np.bool_]) -> None:
         """Of the live beams, the others are given up."""
@@ -104,14 +104,38 @@ class BeamState:
         self._scores = self._scores[going_on]
         self.is_done = self.is_done or not self.num_live or not self._may_improve()
 
-    def _end(self, ended: list[int], ids: Int32, logprobs: Float32, scores: Float32) -> None:
+    def _are_ends(self, ids: Int32) -> NDArray[np.bool_] | None:  # of the shape of ids
+        """None: no id is one."""
+        if not len(self._end_ids):
+            return None
+        ends = np.isin(ids, self._end_ids)
+        return ends if ends.any() else None
+
+    def _acceptable(
+        self,
+        ended: NDArray[np.intp],
+        ids: Int32,
+        ends: NDArray[np.bool_] | None,
+        accepts: Callable[[int, int], bool],
+    ) -> NDArray[np.intp]:
+        """Those that end with an end id, or may be cut."""
+        columns = ids.shape[1]
+        kept: list[bool] = [
+            (ends is not None and bool(ends.flat[at])) or accepts(at // columns, int(ids.flat[at]))
+            for at in map(int, ended)
+        ]
+        return ended[np.array(kept, np.bool_)]
+
+    def _end(self, ended: NDArray[np.intp], ids: Int32, logprobs: Float32, scores: Float32) -> None:
         """Keep the best of the hypotheses there were and those that end now."""
+        if not len(ended):
+            return
         length = self.length + 1
-        for at in ended:
+        for at in map(int, ended):
             beam, column = divmod(at, ids.shape[1])
             self._hypotheses.append(
                 Hypothesis(
-                    score=self._normalized(float(scores[at]), length),
+                    score=self._normalized(float(scores[beam, column]), length),
                     token_ids=np.append(self._tokens[beam, : self.length], ids[beam, column]),
                     logprobs=np.append(self._logprobs[beam, : self.length], logprobs[beam, column]),
                     has_end=bool(np.isin(ids[beam, column], self._end_ids)),
@@ -136,11 +160,21 @@ class BeamState:
         return score / math.pow(tokens, self._spec.length_penalty)
 
 
-def _best(scores: Float32, count: int) -> NDArray[np.int64]:
-    """Where the largest are, in order; of equal ones the first. -inf is none."""
-    found = np.flatnonzero(scores > -np.inf)
+def _best(scores: Float32, count: int) -> NDArray[np.intp]:
+    """Where the largest of [rows, columns] are, in order, counted through all rows; of equal ones
+    the first. -inf is none. The large ones are likely in the first columns."""
+    few, everything = scores[:, : -(-FIRST_LOOKED_AT * count // len(scores))], scores.ravel()
+    border = _border(few.ravel(), count)  # nothing below it is among the largest
+    is_kept = everything >= border if border > -np.inf else everything > border
+    found = is_kept.nonzero()[0]
+    kept = everything[found]
     if len(found) > count:
-        kept = scores[found]
-        border = np.partition(kept, len(kept) - count)[len(kept) - count]
-        found = found[kept >= border]
-    return found[np.argsort(-scores[found], kind="stable")][:count]
+        is_kept = kept >= _border(kept, count)
+        found, kept = found[is_kept], kept[is_kept]
+    return found[(-kept).argsort(kind="stable")[:count]]
+
+
+def _border(scores: Float32, count: int) -> float:
+    """The least of so many of the largest; -inf where there are not as many."""
+    at = len(scores) - count
+    return float(np.partition(scores, at)[at]) if at >= 0 else -math.inf

@@ -44,6 +44,17 @@ def join_int32(parts: Sequence[Int32]) -> Int32:
     return np.concatenate(parts) if parts else np.empty(0, np.int32)
 
 
+def int32_of(values: Sequence[int]) -> Int32:
+    return np.array(values, np.int32)
+
+
+def ranges_of(starts: Int32, lengths: Int32) -> NDArray[np.intp]:
+    """starts[0], starts[0] + 1, ... lengths[0] numbers, then the same for the next."""
+    ends = lengths.cumsum()
+    shifts: NDArray[np.intp] = (starts - ends + lengths).repeat(lengths)
+    return shifts + np.arange(len(shifts))
+
+
 def indptr_of(lengths: Int32) -> Int32:
     """Offsets of consecutive slices of these lengths."""
     indptr = np.zeros(len(lengths) + 1, np.int32)

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass
+from itertools import repeat
 
 import numpy as np
 
@@ -150,9 +151,9 @@ class StepBuilder:
         self._copies.append((source.page, page, tokens))
         self._share.note_source(source)
 
-    def copy_page(self, source: int, page: int, tokens: int) -> None:
-        """Begin `page` with the first tokens of another page of the same job's own."""
-        self._copies.append((source, page, tokens))
+    def copy_pages(self, sources: Sequence[int], pages: Sequence[int], tokens: int) -> None:
+        """Begin each page with the first tokens of another page of the same job's own."""
+        self._copies += zip(sources, pages, repeat(tokens))
 
     def copy_tail(self, branch: Branch) -> None:
         """Begin the branch's first own page with its chain's partial tail."""

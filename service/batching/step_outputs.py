@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -28,9 +29,8 @@ class Drawn:
         """Raises EngineFault where they are not as many as were asked for."""
         count = len(issued.sample_rows)
         self._failed: set[int] = set()
-        # Of each sample, in the order in which it drew them.
-        self.tokens: list[list[int]] = []
-        self.logprobs: list[list[float]] = []
+        self._by_step = (issued.repeat, -1 if count else 0)
+        self._tokens, self._logprobs = NO_INT32, NO_FLOAT32
         if not (count or result.sampled_tokens or result.sampled_logprobs or result.top_indptr):
             self._top_indptr, self._top_ids, self._top_logprobs = NO_INT32, NO_INT32, NO_FLOAT32
             self.has_tops = False
@@ -46,13 +46,23 @@ class Drawn:
         if len(self._top_indptr):
             _check_count("top_indptr", self._top_indptr, count + 1)
             _check_count("top_ids", self._top_ids, int(self._top_indptr[-1]))
-        by_step = (issued.repeat, -1) if count else (issued.repeat, 0)
-        self.tokens = tokens.reshape(by_step).T.tolist()
-        self.logprobs = logprobs.reshape(by_step).T.tolist()
+        self._tokens, self._logprobs = tokens, logprobs
         self.has_tops = len(self._top_indptr) > 0
         if result.failed_rows:
             is_failed = _are_in(issued.sample_rows, unpack_int32(result.failed_rows))
             self._failed.update(np.flatnonzero(is_failed).tolist())
+
+    @cached_property
+    def tokens(self) -> list[list[int]]:
+        """Of each sample, in the order in which it drew them."""
+        tokens: list[list[int]] = self._tokens.reshape(self._by_step).T.tolist()
+        return tokens
+
+    @cached_property
+    def logprobs(self) -> list[list[float]]:
+        """Of the tokens."""
+        logprobs: list[list[float]] = self._logprobs.reshape(self._by_step).T.tolist()
+        return logprobs
 
     def good_steps(self, sample: int, steps: int) -> int:
         """How many of the sample's draws come before one whose logits were not finite."""
@@ -60,6 +70,10 @@ class Drawn:
             return steps
         draws = range(sample, sample + steps * len(self.tokens), len(self.tokens))
         return next((n for n, at in enumerate(draws) if at in self._failed), steps)
+
+    def some_failed(self, first: int, count: int) -> bool:
+        """Whether logits were not finite for one of so many samples from `first` on; no burst."""
+        return not self._failed.isdisjoint(range(first, first + count))
 
     def verified(self, first: int, draft: Sequence[int]) -> tuple[list[int], list[float]]:
         """Tokens and log-probabilities of samples one behind the other, each drawn behind one token
@@ -71,17 +85,24 @@ class Drawn:
             ids.append(self.tokens[at][0])
         return ids, [self.logprobs[at][0] for at in range(first, first + len(ids))]
 
-    def top_arrays(self, samples: Int32, counts: Int32, most: int) -> tuple[Int32, Float32]:
-        """[samples, most] ids and log-probabilities of samples that read counts[i] each; no burst.
+    def top_arrays(self, first: int, counts: Int32, most: int) -> tuple[Int32, Float32]:
+        """[samples, most] ids and log-probabilities of samples from `first` on that read counts[i]
+        each; no burst.
 
         Behind a sample's own there are -inf. Raises EngineFault where they are not there.
         """
-        if not len(self._top_indptr) or (np.diff(self._top_indptr)[samples] != counts).any():
+        indptr = self._top_indptr[first : first + len(counts) + 1]
+        if len(indptr) <= len(counts) or (indptr[1:] - indptr[:-1] != counts).any():
             raise EngineFault("the worker did not answer as many top_logprobs as were asked for")
-        column = np.arange(most, dtype=np.int32)
-        is_there = column < counts[:, None]
-        at = np.where(is_there, self._top_indptr[samples][:, None] + column, 0)
-        return self._top_ids[at], np.where(is_there, self._top_logprobs[at], np.float32(-np.inf))
+        begin, end = int(indptr[0]), int(indptr[-1])
+        ids, logprobs = self._top_ids[begin:end], self._top_logprobs[begin:end]
+        if len(ids) == len(counts) * most:
+            return ids.reshape(-1, most), logprobs.reshape(-1, most)
+        is_there = np.arange(most, dtype=np.int32) < counts[:, None]
+        all_ids: Int32 = np.zeros(is_there.shape, np.int32)
+        all_logprobs: Float32 = np.full(is_there.shape, -np.inf, np.float32)
+        all_ids[is_there], all_logprobs[is_there] = ids, logprobs
+        return all_ids, all_logprobs
 
     def tops(self, sample: int, sub_step: int) -> TopTokens:
         at = sub_step * len(self.tokens) + sample

@@ -1,5 +1,7 @@
 """What a step reads out of its rows: gathered log-probabilities, class scores, samples."""
 
+from collections.abc import Sequence
+
 import numpy as np
 
 from stemserve.proto.v1 import worker_pb2
@@ -42,6 +44,14 @@ class StepReadouts:
         self._sample_slots.append(slot)
         self._sample_index.append(index)
         return len(self._sample_rows) - 1
+
+    def add_samples(self, rows: range, slots: Sequence[int], index: int) -> int:
+        """One of each row; returns where the first lies in the result, before the others."""
+        first = len(self._sample_rows)
+        self._sample_rows += rows
+        self._sample_slots += slots
+        self._sample_index += [index] * len(rows)
+        return first
 
     def add_sampler(self, sampler: worker_pb2.Sampler) -> None:
         self._samplers.append(sampler)

@@ -1,11 +1,13 @@
 """The rows of a step in segments, and the forest of stored KV above them."""
 
+from collections.abc import Sequence
 from itertools import chain
 from typing import NamedTuple, Protocol
 
 import numpy as np
 
 from stemserve.proto.v1 import worker_pb2
+from stemserve.service.batching.beam_rows import BeamRows
 from stemserve.service.batching.plan_arrays import (
     indptr_of,
     join_int32,
@@ -52,7 +54,7 @@ class _Decodes:
         self.ends: list[int] = []  # behind the last
         self.kernels: list[int] = []
         self.pages: list[list[int]] = []  # that the row's tokens go to
-        self.branches: list[PagedSequence] = []
+        self.branches: list[PagedSequence | BeamRows] = []  # of one row, or of some
 
     @property
     def steps(self) -> Int32:
@@ -61,10 +63,23 @@ class _Decodes:
     @property
     def chains(self) -> list[StoredChain]:
         """As long as they will be."""
-        return [
-            StoredChain(branch.table, end, branch.own_key)
-            for branch, end in zip(self.branches, self.ends, strict=True)
-        ]
+        chains: list[StoredChain] = []
+        for branch in self.branches:
+            if isinstance(branch, BeamRows):
+                chains += branch.chains
+            else:
+                end = self.ends[len(chains)]
+                chains.append(StoredChain(branch.table, end, branch.own_key))
+        return chains
+
+    def add_beams(self, tokens: Sequence[int], beams: BeamRows, kernel: int) -> None:
+        rows, end = len(tokens), beams.tokens
+        self.tokens += tokens
+        self.starts += [end - 1] * rows
+        self.ends += [end] * rows
+        self.kernels += [kernel] * rows
+        self.pages += [[page] for page in beams.last_pages]
+        self.branches.append(beams)
 
     def slots(self, repeat: int, page_size: int) -> Int32:
         """[repeat * rows] -1: the row counts no more."""
@@ -111,6 +126,13 @@ class StepRows:
             self.repeat = end - start
         self.num_rows += 1
         return self.num_rows - 1
+
+    def add_beams(self, tokens: Sequence[int], beams: BeamRows, kernel: int) -> range:
+        """Add a row for the last token of each beam; returns the rows."""
+        first = self.num_rows
+        self._decodes.add_beams(tokens, beams, kernel)
+        self.num_rows += len(tokens)
+        return range(first, self.num_rows)
 
     def add_prefill(self, tokens: Int32, kv_slots: Int32, chain: StoredChain, kernel: int) -> int:
         """Add the last tokens of a chain; returns the first row."""
@@ -171,7 +193,11 @@ class StepRows:
         if stored and not self.num_decodes and are_one(stored):
             self._write_node(plan, stored[0])
             return
-        forest = self._forests.build(self._decodes.chains + stored)
+        branches = self._decodes.branches
+        if len(branches) == 1 and isinstance(branches[0], BeamRows) and not stored:
+            forest = branches[0].forest(self._page_size)
+        else:
+            forest = self._forests.build(self._decodes.chains + stored)
         if self.repeat > 1:  # each row has a leaf of its own
             forest.node_tokens[forest.chain_node] -= self._decodes.steps - 1
         plan.node_parent = pack_int32(forest.node_parent)

@@ -42,8 +42,9 @@ class RanStep:
     def failed_rows(self) -> NDArray[np.integer]:
         """Rows with logits, class scores or draws that are not finite."""
         scores, readout = self.scores, self.readout
-        failed = (scores.failed_gathered, scores.failed_classified)
-        if not (scores.draws or any(some.numpy().any() for some in failed)):
+        failed = [scores.failed_gathered, scores.failed_classified]
+        failed += [drawn.failed for _, drawn in scores.draws]
+        if not any(some.numpy().any() for some in failed):
             return NOBODY
         kept = (
             readout.gathered[scores.failed_gathered.numpy()],
@@ -137,7 +138,17 @@ def _set_top_logprobs(
     draws: Sequence[tuple[NDArray[np.intp], Drawn]],
     counts: Int32,  # [samples]
 ) -> None:
-    indptr = np.concatenate([[0], np.cumsum(counts)])
+    indptr = np.zeros(len(counts) + 1, np.int32)
+    counts.cumsum(out=indptr[1:])
+    result.top_indptr = encode_int32(indptr)
+    some, drawn = draws[0]
+    rows, columns = drawn.top_ids.shape
+    asked_all = rows * columns == indptr[-1] and (drawn.top_counts == columns).all()
+    if asked_all and (some[1:] > some[:-1]).all():
+        # Nobody else reads any, and they lie as they are answered.
+        result.top_ids = encode_int32(drawn.top_ids.numpy())
+        result.top_logprobs = encode_float32(drawn.top_logprobs.numpy())
+        return
     ids = np.empty(indptr[-1], np.int32)
     logprobs = np.empty(indptr[-1], np.float32)
     for some, drawn in draws:
@@ -146,7 +157,6 @@ def _set_top_logprobs(
         place = (indptr[some][:, None] + column)[asked]
         ids[place] = drawn.top_ids.numpy()[asked]
         logprobs[place] = drawn.top_logprobs.numpy()[asked]
-    result.top_indptr = encode_int32(indptr)
     result.top_ids = encode_int32(ids)
     result.top_logprobs = encode_float32(logprobs)
 

@@ -12,6 +12,7 @@ from torch import Tensor
 from stemserve.kernels.codec.decode import CodecDecode
 from stemserve.kernels.codec.growth import NO_GROWTH, Growth, leaf_growth
 from stemserve.kernels.codec.host_tables import HostTables
+from stemserve.kernels.layout import Int32
 from stemserve.kernels.strategy import Kernel
 from stemserve.proto.v1 import inference_pb2
 from stemserve.worker.graphs.buckets import bucket_of
@@ -102,6 +103,8 @@ class GraphDecoder:
         shape, memory = planned.graph.shape, self._memory
         parts = shape.pack(planned.burst, planned.host, planned.growth, memory.staging.take())
         memory.staging.send(memory.inputs, parts)
+        # The device begins: what else there is to do here is done meanwhile.
+        planned.graph.advance(paired=planned.host.paired)
         ending = self._ending(step, planned.graph)
         readout = plan_readout(step)
         if ending is None:
@@ -121,9 +124,15 @@ class GraphDecoder:
             and not len(step.gathers.rows)
             and not len(step.classify_rows)
             and bool((step.segment_kind == DECODE).all())
-            and bool(np.isin(step.segment_kernel, self._kernels).all())
-            and bool((np.sort(samples) == np.arange(step.num_rows)).all())
+            and self._has_kernels(step.segment_kernel)
+            and _is_each_once(samples)
         )
+
+    def _has_kernels(self, forced: Int32) -> bool:
+        """Those of the graphs serve all segments."""
+        if not forced.any():
+            return len(self._kernels) > 0
+        return bool(np.isin(forced, self._kernels).all())
 
     def _refuse(self, reason: str, message: str) -> bool:
         level = logging.DEBUG if self.fallbacks[reason] else logging.WARNING
@@ -139,10 +148,12 @@ class GraphDecoder:
         return Ending.DRAWN if drawn else None
 
     def _replay(self, planned: _Planned, ending: Ending) -> list[Scores]:
+        """The first sub-step is at its final norm."""
         graph, step = planned.graph, planned.step
         end = graph.end[ending]
-        for _ in range(step.repeat):
-            graph.advance(paired=planned.host.paired)
+        for number in range(step.repeat):
+            if number:
+                graph.advance(paired=planned.host.paired)
             end()
         self._sampler.drew(step.samples.slots)
         order = np.argsort(step.samples.rows, kind="stable")
@@ -150,10 +161,12 @@ class GraphDecoder:
         return [_scores(of_step[:, : step.num_rows], order) for of_step in results]
 
     def _read_eagerly(self, planned: _Planned, readout: Readout) -> list[Scores]:
+        """The first sub-step is at its final norm."""
         graph, step = planned.graph, planned.step
         scores: list[Scores] = []
         for number in range(step.repeat):
-            graph.advance(paired=planned.host.paired)
+            if number:
+                graph.advance(paired=planned.host.paired)
             hidden = graph.hidden[: step.num_rows]
             scores.append(self._scorer.read(step.at(number), readout, hidden).on_host())
         return scores
@@ -165,6 +178,12 @@ class GraphDecoder:
             self._codec,
             self._pool.shape.bytes_per_token,
         )
+
+
+def _is_each_once(rows: Int32) -> bool:
+    """They are 0, 1, ... in some order."""
+    every = np.arange(len(rows))
+    return bool((rows == every).all()) or bool((np.sort(rows) == every).all())
 
 
 def _scores(

@@ -90,8 +90,7 @@ class KvPool:
         page_size = self.shape.page_size
         copied = np.arange(page_size) < copies[:, 2:]  # [copies, page_size]
         slots = copies[:, :2, None].astype(np.int64) * page_size + np.arange(page_size)
-        source = device_tensor(slots[:, 0][copied], self.device)
-        destination = device_tensor(slots[:, 1][copied], self.device)
+        source, destination = device_tensor(slots.swapaxes(0, 1)[:, copied], self.device)
         for pool in (self._k_slots, self._v_slots):
             pool.index_copy_(1, destination, pool.index_select(1, source))
 

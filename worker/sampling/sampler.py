@@ -70,10 +70,12 @@ class Sampler:
         if len(unknown):
             self._refuse_unknown(np.setdiff1d(unknown, [params.slot for params in step.samplers]))
         self._check_counts(step)
-        drafted = step.samples.drafted_slots
-        penalised = [params.slot for params in step.samplers if params.has_penalties]
-        if self._edits.penalties.any(drafted).any() or np.isin(drafted, penalised).any():
-            raise BadPlan("sample_slots: a slot with penalties is sampled at several rows")
+        if len(drafted := step.samples.drafted_slots):
+            penalised = [params.slot for params in step.samplers if params.has_penalties]
+            if self._edits.penalties.any(drafted).any() or np.isin(drafted, penalised).any():
+                raise BadPlan("sample_slots: a slot with penalties is sampled at several rows")
+        if not step.reads_slots:
+            return
         read = -1 - step.token_ids[step.token_ids < 0]
         if not self._has_token[read].all():
             slot = int(read[~self._has_token[read]][0])

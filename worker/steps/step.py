@@ -235,9 +235,11 @@ def _decode_copies(blob: bytes, limits: StepLimits) -> Int32:
     copies = flat.reshape(-1, 3)
     check_range("copies: pages", copies[:, :2], 0, limits.kv_pages)
     check_range("copies: tokens", copies[:, 2], 1, limits.page_size + 1)
-    check_unique("copies: destination pages", copies[:, 1])
+    destinations = set[int](copies[:, 1].tolist())
+    if len(destinations) < len(copies):
+        check_unique("copies: destination pages", copies[:, 1])
     # Copies run as one gather and one scatter: a page cannot be both ends.
-    if np.isin(copies[:, 1], copies[:, 0]).any():
+    if not destinations.isdisjoint(copies[:, 0].tolist()):
         raise BadPlan("copies: a destination page is also a source page")
     return copies
 

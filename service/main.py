@@ -8,6 +8,7 @@ from collections.abc import Callable, Coroutine, Generator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import uvloop
@@ -33,7 +34,7 @@ from stemserve.service.serving.call_watch import CallWatch
 from stemserve.service.serving.garbage import collect_when_idle, put_off_full_collections
 from stemserve.service.serving.health import Health
 from stemserve.service.serving.heap import keep_freed_memory
-from stemserve.service.serving.metrics_port import metrics_port
+from stemserve.service.serving.metrics_port import metrics_port, wait_for_notes
 from stemserve.service.serving.server import BoundPorts, Servers
 from stemserve.service.serving.stop_signals import Stopped, StopSignals
 from stemserve.service.serving.tls import server_credentials
@@ -89,6 +90,7 @@ class _Core:
         registry = CollectorRegistry()
         inbox = Inbox()
         self.registry = registry
+        registry.register(BeforeScrape(partial(wait_for_notes, asyncio.get_running_loop())))
         registry.register(BeforeScrape(lambda: self.step_loop.observe_results()))
         self.drain_ends_s = 0.0  # monotonic; 0: no drain has begun
         ProcessCollector(registry=registry)

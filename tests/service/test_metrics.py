@@ -1,8 +1,11 @@
 """Metrics by name and value, through their registry."""
 
+import asyncio
+import threading
 from dataclasses import replace
 from pathlib import Path
 
+import pytest
 from prometheus_client import CollectorRegistry, Counter, generate_latest
 from tests.service.bigram_engine import BigramEngine, random_bigrams
 from tests.service.serving import BYTE_VOCABULARY, serving
@@ -15,6 +18,8 @@ from stemserve.service.metrics.instruments import BeforeScrape
 from stemserve.service.metrics.page import families, label_values, page
 from stemserve.service.metrics.step_metrics import StepMetrics
 from stemserve.service.request import JobUsage, Load
+from stemserve.service.serving import metrics_port
+from stemserve.service.serving.metrics_port import wait_for_notes
 
 PAGE = Path(__file__).resolve().parents[2] / "docs/metrics.md"
 
@@ -258,3 +263,27 @@ def test_what_waits_to_be_counted_is_counted_for_a_scrape() -> None:
     waiting.append(3.0)
     assert b"late_total 3.0" in generate_latest(registry)
     assert not waiting
+
+
+async def test_a_scrape_waits_for_what_the_loop_notes_behind_an_answer() -> None:
+    loop = asyncio.get_running_loop()
+    noted: list[str] = []
+    held = threading.Event()
+    loop.call_soon(held.wait, 30.0)  # as a busy loop: the scrape begins before anything is noted
+    loop.call_soon(noted.append, "call")
+
+    def scrape() -> list[str]:
+        asking = threading.Timer(0.05, held.set)
+        asking.start()
+        wait_for_notes(loop)
+        return list(noted)
+
+    assert await asyncio.to_thread(scrape) == ["call"]
+
+
+async def test_a_scrape_does_not_wait_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(metrics_port, "NOTES_S", 0.01)
+    ended = asyncio.new_event_loop()
+    wait_for_notes(ended)  # nobody runs it
+    ended.close()
+    wait_for_notes(ended)

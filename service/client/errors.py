@@ -11,6 +11,9 @@ from stemserve.service.metadata_keys import STATUS_DETAILS_KEY
 # What gRPC says where nobody listens, at a host and at a Unix socket.
 _NOBODY = ("Failed to connect to remote host", "connect failed: ")
 NO_SERVER = "is a server running there? `stemserve serve` starts one"
+# What gRPC's client says where a connection ends while it sends messages, whatever the server said.
+_CUT_WHILE_SENDING = "Internal error from Core"
+
 NO_VIOLATIONS: Mapping[str, str] = MappingProxyType({})
 
 
@@ -39,6 +42,9 @@ def client_error(error: grpc.aio.AioRpcError) -> ClientError:
         if key == STATUS_DETAILS_KEY and isinstance(value, bytes):
             return status_error(status_pb2.Status.FromString(value))
     message = error.details() or "no reason was given"
+    if error.code() is grpc.StatusCode.INTERNAL and message == _CUT_WHILE_SENDING:
+        message = "the connection ended while the call was sent; retry"
+        return ClientError(grpc.StatusCode.UNAVAILABLE, message)
     if error.code() is grpc.StatusCode.UNAVAILABLE and any(words in message for words in _NOBODY):
         message = f"{message}; {NO_SERVER}"
     return ClientError(error.code(), message)

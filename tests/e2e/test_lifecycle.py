@@ -23,6 +23,7 @@ from tests.e2e.served import check_health, until_running
 
 from stemserve.proto.v1 import inference_pb2, tries_pb2, tries_pb2_grpc
 from stemserve.service.client import Client, ClientError
+from stemserve.service.client.errors import client_error
 
 StartServer = Callable[..., tuple["subprocess.Popen[str]", dict[str, int]]]
 Words = Callable[..., list[str]]
@@ -152,7 +153,7 @@ async def test_b54_an_upload_that_a_drain_cuts_is_unavailable(serve_fake: StartS
         server.send_signal(signal.SIGTERM)
         with pytest.raises(grpc.aio.AioRpcError) as cut:
             await call
-    assert cut.value.code() == grpc.StatusCode.UNAVAILABLE, cut.value
+    assert client_error(cut.value).code is grpc.StatusCode.UNAVAILABLE, cut.value
     assert await asyncio.to_thread(server.wait, 30) == 0
 
 

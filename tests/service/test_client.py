@@ -10,6 +10,7 @@ from tests.service.serving import serving
 
 from stemserve.proto.v1 import inference_pb2
 from stemserve.service.client import Client, ClientError
+from stemserve.service.client.errors import client_error
 
 
 def closed_port() -> int:
@@ -60,3 +61,14 @@ async def test_top_n_rows_name_their_items_and_plain_rows_are_in_order() -> None
         assert [row.tolist() for row in best.token_logprobs] == [
             plain.token_logprobs[row].tolist() for row in (1, 2)
         ]
+
+
+def test_a_connection_that_ends_under_a_request_is_unavailable() -> None:
+    """gRPC's client calls that an internal error, as if the server had one."""
+    nothing = grpc.aio.Metadata()
+    cut = grpc.aio.AioRpcError(
+        grpc.StatusCode.INTERNAL, nothing, nothing, "Internal error from Core"
+    )
+    fault = grpc.aio.AioRpcError(grpc.StatusCode.INTERNAL, nothing, nothing, "fault of the server")
+    assert client_error(cut).code is grpc.StatusCode.UNAVAILABLE
+    assert client_error(fault).code is grpc.StatusCode.INTERNAL

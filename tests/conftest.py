@@ -1,6 +1,7 @@
 """What tests of all folders share: the default model, and workers that compute nothing."""
 
 import json
+import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -40,11 +41,17 @@ def fake_worker_command() -> Callable[..., list[str]]:
 def fake_worker(
     fake_worker_command: Callable[..., list[str]], tmp_path: Path
 ) -> Iterator[Callable[..., str]]:
-    """Starts fake workers that end with the test: options in, address out."""
+    """Starts fake workers that end with the test: options in, address out.
+
+    On a Unix socket, with one for steps, or on a port.
+    """
     running: list[subprocess.Popen[bytes]] = []
 
-    def start(*options: object) -> str:
+    def start(*options: object, tcp: bool = False) -> str:
         address = f"unix:{tmp_path / f'worker-{len(running)}.sock'}"
+        if tcp:
+            with socket.create_server(("127.0.0.1", 0)) as free:
+                address = f"127.0.0.1:{free.getsockname()[1]}"
         running.append(subprocess.Popen(fake_worker_command("--listen", address, *options)))
         return address
 

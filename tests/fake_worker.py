@@ -8,14 +8,17 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from pathlib import Path
 
 import grpc
 import numpy as np
 
 from stemserve.proto.v1 import inference_pb2, worker_pb2, worker_pb2_grpc
+from stemserve.step_link import step_socket
+from stemserve.worker.step_socket import StepSocket
 
 UNLIMITED = -1
 
@@ -92,29 +95,33 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer):
             has_lm_head=True,
             class_labels=[f"class {i}" for i in range(self._options.classes)],
             kv_bytes_per_token=512,
+            step_socket=self._options.unix_path is not None,
         )
 
     def Run(
         self, request_iterator: Iterator[worker_pb2.RunRequest], context: grpc.ServicerContext
     ) -> Iterator[worker_pb2.RunResponse]:
+        for result in self.results(request.plan for request in request_iterator):
+            yield worker_pb2.RunResponse(result=result)
+
+    def results(
+        self, plans: Iterator[worker_pb2.StepPlan], caller: object = None
+    ) -> Generator[worker_pb2.StepResult]:
         tops = dict[int, int]()
-        for number, request in enumerate(request_iterator, start=1):
+        for number, plan in enumerate(plans, start=1):
             started = time.monotonic()
             if number == self._options.die_at_step:
                 os.kill(os.getpid(), signal.SIGKILL)
-            rows = count(request.plan.token_ids)
+            rows = count(plan.token_ids)
             seconds = self._options.step_seconds + rows * self._options.row_seconds
             if seconds:
-                time.sleep(seconds * max(1, request.plan.repeat))
+                time.sleep(seconds * max(1, plan.repeat))
             result = answer(
-                request.plan,
-                classes=self._options.classes,
-                token=self._options.token,
-                tops=tops,
+                plan, classes=self._options.classes, token=self._options.token, tops=tops
             )
             result.step_seconds = time.monotonic() - started
             self._log(f"{started:.6f} {time.monotonic():.6f} {rows}")
-            yield worker_pb2.RunResponse(result=result)
+            yield result
 
     def Predict(
         self, request: worker_pb2.PredictRequest, context: grpc.ServicerContext
@@ -169,7 +176,10 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--context-tokens", type=int, default=8192)
     parser.add_argument("--kv-pages", type=int, default=4096)
     parser.add_argument("--parent-fd", type=int)
-    return parser.parse_args()
+    options = parser.parse_args()
+    is_unix = options.listen.startswith("unix:")
+    options.unix_path = options.listen.removeprefix("unix:") if is_unix else None
+    return options
 
 
 def main() -> None:
@@ -185,11 +195,16 @@ def main() -> None:
             ("grpc.max_receive_message_length", UNLIMITED),
         ],
     )
-    worker_pb2_grpc.add_WorkerServicer_to_server(FakeWorker(options), server)
+    worker = FakeWorker(options)
+    worker_pb2_grpc.add_WorkerServicer_to_server(worker, server)
     server.add_insecure_port(options.listen)
-    server.start()
     signal.signal(signal.SIGTERM, lambda number, frame: os._exit(0))
-    server.wait_for_termination()
+    with ExitStack() as stack:
+        if options.unix_path is not None:
+            path = Path(step_socket(options.unix_path))
+            stack.enter_context(StepSocket(path, worker.results, ()))
+        server.start()
+        server.wait_for_termination()
 
 
 if __name__ == "__main__":

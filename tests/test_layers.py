@@ -10,8 +10,8 @@ import stemserve
 OURS = {
     "proto": set[str](),
     "kernels": set[str](),
-    "service": {"proto", "json_log", "leaving"},
-    "worker": {"proto", "kernels", "json_log", "leaving"},
+    "service": {"proto", "json_log", "leaving", "step_link"},
+    "worker": {"proto", "kernels", "json_log", "leaving", "step_link"},
 }
 FORBIDDEN = {
     "proto": {"torch", "numpy"},

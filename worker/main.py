@@ -7,6 +7,7 @@ import time
 from collections.abc import Generator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from pathlib import Path
 
 import grpc
 import torch
@@ -14,6 +15,7 @@ import torch
 from stemserve.json_log import log_to_stderr
 from stemserve.leaving import INTERRUPTED
 from stemserve.proto.v1 import worker_pb2_grpc
+from stemserve.step_link import step_socket
 from stemserve.worker.calibrate import calibrate
 from stemserve.worker.capacity.command import capacity
 from stemserve.worker.choice.probed_runner import ProbedRunner
@@ -24,9 +26,11 @@ from stemserve.worker.late_compiles import LateCompiles
 from stemserve.worker.lifetime import Lifetime, Stopped
 from stemserve.worker.models.errors import ModelError
 from stemserve.worker.models.weights import Progress
+from stemserve.worker.plan_streams import PlanStreams, StreamTaken, WorkerStops
 from stemserve.worker.servicer import WorkerServicer
 from stemserve.worker.stall_clock import StallClock
 from stemserve.worker.start import Parts, make_parts
+from stemserve.worker.step_socket import StepSocket
 from stemserve.worker.step_thread import StepThread
 from stemserve.worker.steps.slow_launches import WatchedRunner
 
@@ -127,17 +131,37 @@ def _serving(
         _step_thread(parts, lifetime, clock) as steps,
     ):
         server = grpc.server(threads, options=OPTIONS)
-        servicer = WorkerServicer(parts.facts, parts.runner, steps, clock)
+        streams = PlanStreams(steps, clock)
+        parts.facts.step_socket = config.unix_path is not None
+        servicer = WorkerServicer(parts.facts, parts.runner, streams)
         worker_pb2_grpc.add_WorkerServicer_to_server(servicer, server)
         _bind(server, config)
-        server.start()
-        try:
-            yield
-        finally:
-            stopped = server.stop(STOP_GRACE_S)
-            servicer.stop()
-            stopped.wait()
-            servicer.join()
+        with _step_socket(config, streams) as socket:
+            server.start()
+            try:
+                yield
+            finally:
+                stopped = server.stop(STOP_GRACE_S)
+                streams.stop()
+                stopped.wait()
+                if socket is not None:
+                    socket.stop(grace_s=STOP_GRACE_S)
+                streams.join()
+
+
+@contextmanager
+def _step_socket(config: WorkerConfig, streams: PlanStreams) -> Generator[StepSocket | None]:
+    """None over TCP. Raises ConfigError."""
+    if config.unix_path is None:
+        yield None
+        return
+    path = Path(step_socket(str(config.unix_path)))
+    try:
+        socket = StepSocket(path, streams.results, (StreamTaken, WorkerStops))
+    except OSError as error:
+        raise ConfigError(f"--listen {config.listen}: cannot listen on {path} ({error})") from error
+    with socket:
+        yield socket
 
 
 def _step_thread(parts: Parts, lifetime: Lifetime, clock: StallClock) -> StepThread:

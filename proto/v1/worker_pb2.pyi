@@ -80,6 +80,7 @@ class DescribeResponse(google.protobuf.message.Message):
     MAX_BURST_STEPS_FIELD_NUMBER: builtins.int
     KV_DTYPE_FIELD_NUMBER: builtins.int
     DETERMINISTIC_FIELD_NUMBER: builtins.int
+    STEP_SOCKET_FIELD_NUMBER: builtins.int
     TORCH_VERSION_FIELD_NUMBER: builtins.int
     CUDA_VERSION_FIELD_NUMBER: builtins.int
     model: builtins.str
@@ -108,6 +109,10 @@ class DescribeResponse(google.protobuf.message.Message):
     """of the numbers in the pages"""
     deterministic: builtins.bool
     """results do not depend on what runs beside them, or on the cache"""
+    step_socket: builtins.bool
+    """Plans are taken over the Unix socket of this one's path and ".steps" too, in a fraction of the time:
+    RunRequest in, RunResponse out, each behind its length in four little-endian bytes.
+    """
     torch_version: builtins.str
     cuda_version: builtins.str
     """that torch was built for; empty: none"""
@@ -137,10 +142,11 @@ class DescribeResponse(google.protobuf.message.Message):
         max_burst_steps: builtins.int = ...,
         kv_dtype: builtins.str = ...,
         deterministic: builtins.bool = ...,
+        step_socket: builtins.bool = ...,
         torch_version: builtins.str = ...,
         cuda_version: builtins.str = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["architecture", b"architecture", "class_labels", b"class_labels", "context_tokens", b"context_tokens", "cost_table_json", b"cost_table_json", "cuda_version", b"cuda_version", "deterministic", b"deterministic", "device", b"device", "dtype", b"dtype", "has_lm_head", b"has_lm_head", "head_dim", b"head_dim", "kv_bytes_per_token", b"kv_bytes_per_token", "kv_dtype", b"kv_dtype", "kv_heads", b"kv_heads", "kv_pages", b"kv_pages", "layers", b"layers", "max_burst_steps", b"max_burst_steps", "model", b"model", "page_size", b"page_size", "query_heads", b"query_heads", "sampler_slots", b"sampler_slots", "steps_in_flight", b"steps_in_flight", "torch_version", b"torch_version", "vocab_size", b"vocab_size"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["architecture", b"architecture", "class_labels", b"class_labels", "context_tokens", b"context_tokens", "cost_table_json", b"cost_table_json", "cuda_version", b"cuda_version", "deterministic", b"deterministic", "device", b"device", "dtype", b"dtype", "has_lm_head", b"has_lm_head", "head_dim", b"head_dim", "kv_bytes_per_token", b"kv_bytes_per_token", "kv_dtype", b"kv_dtype", "kv_heads", b"kv_heads", "kv_pages", b"kv_pages", "layers", b"layers", "max_burst_steps", b"max_burst_steps", "model", b"model", "page_size", b"page_size", "query_heads", b"query_heads", "sampler_slots", b"sampler_slots", "step_socket", b"step_socket", "steps_in_flight", b"steps_in_flight", "torch_version", b"torch_version", "vocab_size", b"vocab_size"]) -> None: ...
 
 Global___DescribeResponse: typing_extensions.TypeAlias = DescribeResponse
 
@@ -607,15 +613,19 @@ class RunResponse(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     RESULT_FIELD_NUMBER: builtins.int
+    REFUSAL_FIELD_NUMBER: builtins.int
+    refusal: builtins.str
+    """over a step socket: why there are no more results"""
     @property
     def result(self) -> Global___StepResult: ...
     def __init__(
         self,
         *,
         result: Global___StepResult | None = ...,
+        refusal: builtins.str = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["result", b"result"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["result", b"result"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["refusal", b"refusal", "result", b"result"]) -> None: ...
 
 Global___RunResponse: typing_extensions.TypeAlias = RunResponse
 

@@ -67,6 +67,7 @@ class WorkerServicer(object):
 
     def Run(self, request_iterator, context):
         """One StepPlan a step, one StepResult each, in order. Up to `steps_in_flight` plans may be unanswered.
+        A worker on a Unix socket takes the same messages over a plain one too (`step_socket`).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -114,7 +114,9 @@ class WorkerStub(typing.Generic[_WorkerDescribeType, _WorkerRunType, _WorkerPred
     """Model facts, limits and the cost table. Answers once the model is loaded and one warm-up forward has run."""
 
     Run: _WorkerRunType
-    """One StepPlan a step, one StepResult each, in order. Up to `steps_in_flight` plans may be unanswered."""
+    """One StepPlan a step, one StepResult each, in order. Up to `steps_in_flight` plans may be unanswered.
+    A worker on a Unix socket takes the same messages over a plain one too (`step_socket`).
+    """
 
     Predict: _WorkerPredictType
     """What each strategy would cost for the plan's attention groups; runs nothing."""
@@ -153,7 +155,9 @@ class WorkerServicer(metaclass=abc.ABCMeta):
         request_iterator: _MaybeAsyncIterator[stemserve.proto.v1.worker_pb2.RunRequest],
         context: _ServicerContext,
     ) -> typing.Union[collections.abc.Iterator[stemserve.proto.v1.worker_pb2.RunResponse], collections.abc.AsyncIterator[stemserve.proto.v1.worker_pb2.RunResponse]]:
-        """One StepPlan a step, one StepResult each, in order. Up to `steps_in_flight` plans may be unanswered."""
+        """One StepPlan a step, one StepResult each, in order. Up to `steps_in_flight` plans may be unanswered.
+        A worker on a Unix socket takes the same messages over a plain one too (`step_socket`).
+        """
 
     @abc.abstractmethod
     def Predict(

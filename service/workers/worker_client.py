@@ -3,13 +3,21 @@
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator
-from queue import SimpleQueue
+from collections.abc import Callable
 
 import grpc
 
 from stemserve.proto.v1 import worker_pb2, worker_pb2_grpc
 from stemserve.service.request import WorkerFacts
+from stemserve.service.workers.step_streams import (
+    OnEnd,
+    OnResult,
+    RpcStream,
+    SocketStream,
+    StepStream,
+    explained,
+)
+from stemserve.step_link import step_socket
 
 UNLIMITED = -1  # a plan is as large as the biases and bans of a call; batching bounds it
 _POLL_S = 0.1
@@ -47,10 +55,9 @@ class WorkerClient:
         self.address = address
         self._credentials = credentials
         self._connect()
-        self._plans: SimpleQueue[worker_pb2.StepPlan | None] = SimpleQueue()
         self._closed = threading.Event()
-        self._reader: threading.Thread | None = None
-        self._run: grpc.Call | None = None
+        self._has_step_socket = False
+        self._steps: StepStream | None = None
 
     def _connect(self) -> None:
         if self._credentials is None:
@@ -70,7 +77,7 @@ class WorkerClient:
                 _log.info("worker %s does not answer yet: %s", self.address, self._probe())
                 call = self._ask_anew(call, until - time.monotonic())
             try:
-                return _facts(call.result(timeout=_POLL_S))
+                described = call.result(timeout=_POLL_S)
             except grpc.FutureTimeoutError:
                 reason = "the connection was closed" if self._closed.is_set() else give_up()
                 if reason is not None:
@@ -81,6 +88,9 @@ class WorkerClient:
             except grpc.RpcError as error:
                 reason = give_up() or f"{_explain(self.address, error)}; {self._probe()}"
                 raise WorkerUnreachable(reason) from error
+            else:
+                self._has_step_socket = described.step_socket
+                return _facts(described)
 
     def _ask(self, timeout_s: float) -> "grpc.Future[worker_pb2.DescribeResponse]":
         return self._stub.Describe.future(
@@ -99,22 +109,32 @@ class WorkerClient:
         self._connect()
         return self._ask(timeout_s)
 
-    def open(
-        self,
-        *,
-        on_result: Callable[[worker_pb2.StepResult], None],
-        on_lost: Callable[[str], None],
-    ) -> None:
-        """Start the stream of steps. The callbacks run on the reader thread, `on_lost` once."""
-        run = self._stub.Run(self._requests())
-        self._run = run
-        self._reader = threading.Thread(
-            target=self._read, args=(run, on_result, on_lost), name="worker-results"
-        )
-        self._reader.start()
+    def open(self, *, on_result: OnResult, on_lost: OnEnd) -> None:
+        """Start the stream of steps. The callbacks run on its thread, `on_lost` once."""
+
+        def end(reason: str) -> None:
+            if not self._closed.is_set():
+                reason = f"worker {self.address}: {reason}"
+                _log.warning("lost the worker: %s", reason)
+                on_lost(reason)
+
+        try:
+            self._steps = self._stream()
+        except OSError as error:
+            end(f"no plans can be sent to it: {error}")
+        else:
+            self._steps.open(on_result, end)
+
+    def _stream(self) -> StepStream:
+        """Raises OSError."""
+        if self._has_step_socket:
+            return SocketStream(step_socket(_unix_path(self.address)))
+        return RpcStream(self._stub)
 
     def send(self, plan: worker_pb2.StepPlan) -> None:
-        self._plans.put(plan)
+        if self._steps is None:
+            raise RuntimeError("no stream of steps is open")
+        self._steps.send(plan)
 
     def predict(self, plan: worker_pb2.StepPlan, *, timeout_s: float) -> worker_pb2.PredictResponse:
         return self._stub.Predict(worker_pb2.PredictRequest(plan=plan), timeout=timeout_s)
@@ -122,11 +142,8 @@ class WorkerClient:
     def close(self) -> None:
         """End the stream and the connection; may be called twice, not from the reader thread."""
         self._closed.set()
-        self._plans.put(None)
-        if self._run is not None:
-            self._run.cancel()
-        if self._reader is not None:
-            self._reader.join()
+        if self._steps is not None:
+            self._steps.close()
         self._channel.close()
 
     def _probe(self) -> str:
@@ -137,33 +154,14 @@ class WorkerClient:
             return _explain(self.address, error)
         return "it answers now"
 
-    def _requests(self) -> Iterator[worker_pb2.RunRequest]:
-        while (plan := self._plans.get()) is not None:
-            yield worker_pb2.RunRequest(plan=plan)
-
-    def _read(
-        self,
-        run: Iterator[worker_pb2.RunResponse],
-        on_result: Callable[[worker_pb2.StepResult], None],
-        on_lost: Callable[[str], None],
-    ) -> None:
-        reason = f"worker {self.address} ended its stream"
-        try:
-            for response in run:
-                on_result(response.result)
-        except grpc.RpcError as error:
-            reason = _explain(self.address, error)
-        if not self._closed.is_set():
-            self._plans.put(None)
-            _log.warning("lost the worker: %s", reason)
-            on_lost(reason)
-
 
 def _explain(address: str, error: grpc.RpcError) -> str:
-    # The sync stub raises errors that are calls too; the stubs do not say so.
-    code = error.code().name if isinstance(error, grpc.Call) else "UNKNOWN"
-    details = error.details() if isinstance(error, grpc.Call) else str(error)
-    return f"worker {address}: {code}: {details}"
+    return f"worker {address}: {explained(error)}"
+
+
+def _unix_path(address: str) -> str:
+    """As gRPC understands it: unix:path or unix:///path."""
+    return address.removeprefix("unix:").removeprefix("//")
 
 
 def _facts(described: worker_pb2.DescribeResponse) -> WorkerFacts:

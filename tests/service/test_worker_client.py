@@ -3,6 +3,7 @@
 import queue
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import grpc
@@ -12,8 +13,11 @@ import pytest
 from stemserve.proto.v1 import worker_pb2
 from stemserve.service.workers import worker_client
 from stemserve.service.workers.worker_client import WorkerClient, WorkerUnreachable
+from stemserve.step_link import step_socket
 
 StartWorker = Callable[..., str]
+
+over_both = pytest.mark.parametrize("tcp", [False, True], ids=["step-socket", "grpc"])
 
 
 def never() -> None:
@@ -61,8 +65,9 @@ def test_a_worker_that_does_not_answer_is_logged_with_the_reason(
     assert "No such file" in caplog.text
 
 
-def test_results_come_in_order_of_the_plans(fake_worker: StartWorker) -> None:
-    client = WorkerClient(fake_worker())
+@over_both
+def test_results_come_in_order_of_the_plans(fake_worker: StartWorker, tcp: bool) -> None:
+    client = WorkerClient(fake_worker(tcp=tcp))
     client.describe(timeout_s=60.0, give_up=never)
     results: queue.SimpleQueue[worker_pb2.StepResult] = queue.SimpleQueue()
     losses: list[str] = []
@@ -74,10 +79,11 @@ def test_results_come_in_order_of_the_plans(fake_worker: StartWorker) -> None:
     assert losses == []
 
 
+@over_both
 def test_a_plan_with_the_biases_of_many_samples_reaches_the_worker(
-    fake_worker: StartWorker,
+    fake_worker: StartWorker, tcp: bool
 ) -> None:
-    client = WorkerClient(fake_worker())
+    client = WorkerClient(fake_worker(tcp=tcp))
     client.describe(timeout_s=60.0, give_up=never)
     results: queue.SimpleQueue[worker_pb2.StepResult] = queue.SimpleQueue()
     losses: queue.SimpleQueue[str] = queue.SimpleQueue()
@@ -90,8 +96,9 @@ def test_a_plan_with_the_biases_of_many_samples_reaches_the_worker(
     assert losses.empty()
 
 
-def test_a_killed_worker_is_reported_once(fake_worker: StartWorker) -> None:
-    client = WorkerClient(fake_worker("--die-at-step", 2))
+@over_both
+def test_a_killed_worker_is_reported_once(fake_worker: StartWorker, tcp: bool) -> None:
+    client = WorkerClient(fake_worker("--die-at-step", 2, tcp=tcp))
     client.describe(timeout_s=60.0, give_up=never)
     results: queue.SimpleQueue[worker_pb2.StepResult] = queue.SimpleQueue()
     losses: queue.SimpleQueue[str] = queue.SimpleQueue()
@@ -99,7 +106,7 @@ def test_a_killed_worker_is_reported_once(fake_worker: StartWorker) -> None:
     client.send(plan_of(1))
     assert results.get(timeout=30.0).step_id == 1
     client.send(plan_of(2))
-    assert "UNAVAILABLE" in losses.get(timeout=30.0)
+    assert f"worker {client.address}: " in losses.get(timeout=30.0)
     client.close()
     client.close()
     assert losses.empty()
@@ -130,3 +137,14 @@ def test_a_worker_that_does_not_answer_is_looked_for_over_new_channels(
     with pytest.raises(WorkerUnreachable, match="enough"):
         client.describe(timeout_s=60.0, give_up=lambda: "enough" if len(opened) > 2 else None)
     client.close()
+
+
+def test_a_worker_without_its_step_socket_is_lost(fake_worker: StartWorker) -> None:
+    client = WorkerClient(fake_worker())
+    client.describe(timeout_s=60.0, give_up=never)
+    Path(step_socket(client.address.removeprefix("unix:"))).unlink()
+    losses: queue.SimpleQueue[str] = queue.SimpleQueue()
+    client.open(on_result=lambda result: None, on_lost=losses.put)
+    assert "no plans can be sent to it: [Errno 2]" in losses.get(timeout=30.0)
+    client.close()
+    assert losses.empty()

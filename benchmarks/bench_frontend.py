@@ -39,6 +39,8 @@ STREAMS = (
     Streams(count=1, tokens=64, burst=1),
     Streams(count=64, tokens=512, burst=1, step_ms=2),
     Streams(count=1, tokens=512, burst=1, step_ms=2),
+    Streams(count=64, tokens=512, burst=8, step_ms=1.3),
+    Streams(count=128, tokens=512, burst=8, step_ms=4),
 )
 
 Rows = Mapping[str, Mapping[str, Any]]

@@ -65,8 +65,12 @@ class Rounds:
     def generate(self, streams: Streams, *, rounds: int) -> dict[str, Any]:
         options = ["--max-burst-steps", str(streams.burst)]
         options += ["--step-seconds", str(1e-3 * streams.step_ms)]
-        with self._server(*options) as (address, pid):
-            return uvloop.run(_generate_rounds(address, pid, streams, rounds))
+        with tempfile.TemporaryDirectory() as folder:
+            steps = Path(folder) / "steps"
+            with self._server(*options, "--step-log", str(steps)) as (address, pid):
+                measured = uvloop.run(_generate_rounds(address, pid, streams, rounds))
+            idle = _idle_fraction(steps, rows=streams.count)
+        return measured | {"worker_idle_fraction": round(idle, 3)}
 
     @contextmanager
     def _server(self, *options: str) -> Generator[tuple[str, int]]:
@@ -170,6 +174,17 @@ async def _generate_rounds(address: str, pid: int, streams: Streams, rounds: int
         "server_cpu_us_a_token": round(1e6 * cpu_seconds / tokens, 1),
         "server_cpu_us_a_message": round(1e6 * cpu_seconds / messages, 1),
     }
+
+
+def _idle_fraction(steps: Path, *, rows: int) -> float:
+    """Of the worker's time in its steps of `rows` and before them, where one follows another.
+
+    `steps`: a line each, begin and end in seconds, and rows.
+    """
+    begin, end, of_step = np.loadtxt(steps, ndmin=2).T
+    follows = (of_step[1:] == rows) & (of_step[:-1] == rows)
+    idle_s = (begin[1:] - end[:-1])[follows].sum()
+    return float(idle_s / (idle_s + (end[1:] - begin[1:])[follows].sum()))
 
 
 def _cpu_seconds(pid: int) -> float:

@@ -55,6 +55,7 @@ class WorkerClient:
         self.address = address
         self._credentials = credentials
         self._connect()
+        self._lock = threading.Lock()  # of who replaces or gives up the channel
         self._closed = threading.Event()
         self._has_step_socket = False
         self._steps: StepStream | None = None
@@ -102,12 +103,13 @@ class WorkerClient:
     ) -> "grpc.Future[worker_pb2.DescribeResponse]":
         """Over a new channel: one looks for a name that is not there at ever longer intervals, up
         to two minutes, and a worker's name may come long after its server."""
-        if call.done() or self._closed.is_set():
-            return call
-        call.cancel()
-        self._channel.close()
-        self._connect()
-        return self._ask(timeout_s)
+        with self._lock:
+            if call.done() or self._closed.is_set():
+                return call
+            call.cancel()
+            self._channel.close()
+            self._connect()
+            return self._ask(timeout_s)
 
     def open(self, *, on_result: OnResult, on_lost: OnEnd) -> None:
         """Start the stream of steps. The callbacks run on its thread, `on_lost` once."""
@@ -141,7 +143,8 @@ class WorkerClient:
 
     def close(self) -> None:
         """End the stream and the connection; may be called twice, not from the reader thread."""
-        self._closed.set()
+        with self._lock:  # no other channel is opened afterwards
+            self._closed.set()
         if self._steps is not None:
             self._steps.close()
         self._channel.close()
@@ -152,6 +155,8 @@ class WorkerClient:
             self._stub.Describe(worker_pb2.DescribeRequest(), timeout=_PROBE_S)
         except grpc.RpcError as error:
             return _explain(self.address, error)
+        except ValueError:  # so gRPC says it
+            return "the connection was closed"
         return "it answers now"
 
 

@@ -4,9 +4,10 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import grpc
 
@@ -18,8 +19,10 @@ from stemserve.service.workers.threaded_engine import PREDICT_TIMEOUT_S, Threade
 from stemserve.service.workers.worker_client import WorkerClient, WorkerUnreachable
 
 STOP_GRACE_S = 5.0
+THREADS = 2  # one may wait for a worker to be ready while the other closes its connection
 
 _log = logging.getLogger(__name__)
+T = TypeVar("T")
 
 
 class WorkerHost(Protocol):
@@ -74,6 +77,7 @@ class WorkerSupervisor:
         self._metrics = metrics
         self._policy = policy
         self._loop = asyncio.get_running_loop()
+        self._threads = ThreadPoolExecutor(THREADS, "worker-supervisor")
         self._losses: asyncio.Queue[str] = asyncio.Queue()
         self._generation = 0
         self._ready_at = 0.0
@@ -90,14 +94,19 @@ class WorkerSupervisor:
         self._generation += 1
         generation = self._generation
         launched_at = time.monotonic()
-        host = self._launch()
+        try:
+            host = self._launch()
+        except OSError as error:
+            raise WorkerUnreachable(f"the worker cannot be started: {error}") from error
         client = WorkerClient(host.address, host.credentials)
         self._host, self._client = host, client
         try:
-            facts = await asyncio.to_thread(
-                client.describe,
-                timeout_s=self._policy.startup_timeout_s,
-                give_up=lambda: "the server stops" if self._stopping else host.ended(),
+            facts = await self._aside(
+                partial(
+                    client.describe,
+                    timeout_s=self._policy.startup_timeout_s,
+                    give_up=lambda: "the server stops" if self._stopping else host.ended(),
+                )
             )
         except BaseException:
             await self._release()
@@ -131,6 +140,7 @@ class WorkerSupervisor:
         """Stop the worker; nothing is attached afterwards."""
         self._stopping = True
         await self._release()
+        self._threads.shutdown(wait=False)
 
     def kill(self) -> None:
         """End the worker's process at once."""
@@ -148,7 +158,7 @@ class WorkerSupervisor:
             try:
                 await self.start()
                 return
-            except (WorkerUnreachable, OSError) as error:
+            except WorkerUnreachable as error:
                 failed_starts += 1
                 _log.error("worker start %d in a row failed: %s", failed_starts, error)
                 if failed_starts >= self._policy.max_failed_starts:
@@ -159,11 +169,15 @@ class WorkerSupervisor:
     async def _release(self) -> None:
         """May be cancelled, and then called again."""
         if self._client is not None:
-            await asyncio.to_thread(self._client.close)
+            await self._aside(self._client.close)
             self._client = None
         if self._host is not None:
-            await asyncio.to_thread(self._host.stop, grace_s=STOP_GRACE_S)
+            await self._aside(partial(self._host.stop, grace_s=STOP_GRACE_S))
             self._host = None
+
+    def _aside(self, work: Callable[[], T]) -> asyncio.Future[T]:
+        """In a thread that no other work can keep."""
+        return self._loop.run_in_executor(self._threads, work)
 
     def _note_loss(self, generation: int, reason: str) -> None:
         if generation != self._generation or self._stopping:

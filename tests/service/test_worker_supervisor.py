@@ -138,6 +138,12 @@ async def test_a_worker_that_cannot_start_says_why(fake_worker_command: Command)
             await rig.run()
 
 
+async def test_a_worker_whose_program_is_missing_says_so() -> None:
+    async with Rig([["/nowhere/worker"]]) as rig:
+        with pytest.raises(WorkerUnreachable, match="cannot be started: .*/nowhere/worker"):
+            await rig.run()
+
+
 async def test_restarts_end_after_the_allowed_failures(fake_worker_command: Command) -> None:
     commands = [fake_worker_command(), fake_worker_command("--exit-code", 7)]
     async with Rig(commands, max_failed_starts=2) as rig:

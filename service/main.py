@@ -283,6 +283,7 @@ async def _drain(core: _Core, gate: CallGate, drain_s: float) -> None:
             while core.engine.running_jobs:
                 await asyncio.sleep(_DRAIN_POLL_S)
     _log.info("drained; %d calls and %d jobs are cut", gate.running_calls, core.engine.running_jobs)
+    gate.cut()
 
 
 def _launcher(config: ServiceConfig, model: Path) -> Callable[[], WorkerHost]:

@@ -26,6 +26,7 @@ RETRY_AFTER_S = 1.0
 
 Handler = Any  # a grpc.RpcMethodHandler, which cannot be subscripted at run time
 Context = grpc.aio.ServicerContext[Any, Any]
+_Place = tuple[str, asyncio.Task[Any]]  # a tenant's, of a call
 
 
 class CallGate(grpc.aio.ServerInterceptor):
@@ -37,6 +38,9 @@ class CallGate(grpc.aio.ServerInterceptor):
 
     A stream of many calls (ScoreStream) may stay open for days: a new one is refused by a drain,
     but an open one is not waited for.
+
+    What a drain does not wait for is cut: left to the end of its connection, a call might reach its
+    client as CANCELLED, which nobody retries.
     """
 
     def __init__(self, *, max_calls: int, weights: Mapping[str, float] | None = None) -> None:
@@ -45,6 +49,7 @@ class CallGate(grpc.aio.ServerInterceptor):
         self._max_calls = max_calls
         self._shares = TenantShares(max_calls, weights or {})
         self._open: Counter[str] = Counter()  # by tenant
+        self._tasks = set[asyncio.Task[Any]]()  # of open calls
         self._running = 0
         self._idle = asyncio.Event()
         self._idle.set()
@@ -60,6 +65,11 @@ class CallGate(grpc.aio.ServerInterceptor):
     def drain(self) -> None:
         """New calls fail with UNAVAILABLE from now on."""
         self._refusing = _refusing(DRAINING)
+
+    def cut(self) -> None:
+        """Calls that are open end with UNAVAILABLE."""
+        for task in self._tasks:
+            task.cancel(NotReady(DRAINING))
 
     async def wait_idle(self) -> None:
         await self._idle.wait()
@@ -85,38 +95,38 @@ class CallGate(grpc.aio.ServerInterceptor):
         both: Any = handler.stream_stream
 
         async def call(request: Any, context: Context) -> Any:
-            tenant = self._enter()
+            place = self._enter()
             self._begin()
             try:
                 return await unary(request, context)
             finally:
-                self._leave(tenant)
+                self._leave(place)
                 self._end()
 
         async def iterate(request: Any, context: Context) -> AsyncGenerator[Any]:
-            tenant = self._enter()
+            place = self._enter()
             self._begin()
             try:
                 async with aclosing(stream(request, context)) as answers:
                     async for answer in answers:
                         yield answer
             finally:
-                self._leave(tenant)
+                self._leave(place)
                 self._end()
 
         async def converse(requests: Any, context: Context) -> AsyncGenerator[Any]:
-            tenant = self._enter()
+            place = self._enter()
             try:
                 async with aclosing(both(requests, context)) as answers:
                     async for answer in answers:
                         yield answer
             finally:
-                self._leave(tenant)
+                self._leave(place)
 
         return _of_kind(handler, call, iterate, converse)
 
-    def _enter(self) -> str:
-        """Take a place for the caller's tenant, whose name it returns; `_leave` gives it back."""
+    def _enter(self) -> _Place:
+        """Of the caller's tenant; `_leave` gives it back. Raises QueueFull."""
         tenant = current_caller().tenant
         if not self._shares.fits(self._open, tenant, 1):
             raise QueueFull(
@@ -124,11 +134,16 @@ class CallGate(grpc.aio.ServerInterceptor):
                 f"{self._max_calls}",
                 retry_after_s=RETRY_AFTER_S,
             )
+        task = asyncio.current_task()
+        assert task is not None
         self._open[tenant] += 1
-        return tenant
+        self._tasks.add(task)
+        return tenant, task
 
-    def _leave(self, tenant: str) -> None:
+    def _leave(self, place: _Place) -> None:
+        tenant, task = place
         self._open[tenant] -= 1
+        self._tasks.discard(task)
 
     def _begin(self) -> None:
         self._running += 1

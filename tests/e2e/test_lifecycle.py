@@ -133,7 +133,7 @@ async def test_b54_a_drain_ends_at_its_limit(serve_fake: StartServer) -> None:
         stream = asyncio.create_task(count_tokens(client, long_generation(4000)))
         await until_running(client, 1)
         server.send_signal(signal.SIGTERM)
-        with pytest.raises(ClientError):
+        with pytest.raises(ClientError, match="UNAVAILABLE: the server is shutting down"):
             await stream
     assert await asyncio.to_thread(server.wait, 30) == 0
 

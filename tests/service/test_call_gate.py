@@ -113,3 +113,17 @@ async def test_a_cancelled_call_counts_no_more(rig: Rig) -> None:
     running.cancel()
     await rig.gate.wait_idle()
     assert rig.gate.running_calls == 0
+
+
+async def test_what_a_drain_cuts_hears_that_the_server_leaves(rig: Rig) -> None:
+    rig.gate.open()
+    running = asyncio.create_task(rig.refusal())
+    await rig.servicer.started.wait()
+    stream = rig.client.generate(inference_pb2.GenerateRequest())
+    await anext(stream)
+    rig.gate.drain()
+    rig.gate.cut()
+    assert "shutting down" in await running
+    with pytest.raises(ClientError, match="UNAVAILABLE: the server is shutting down"):
+        await anext(stream)
+    await rig.gate.wait_idle()

@@ -4,7 +4,7 @@ import queue
 import socket
 import threading
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -17,14 +17,14 @@ PATIENCE_S = 30.0
 LARGE_BYTES = 3 << 20  # more than a socket's buffer takes
 
 
-@dataclass
+@dataclass(frozen=True, kw_only=True)
 class Link:
     """Both ends; the worker's reads and writes only what a test does with it."""
 
     stream: SocketStream
     worker: socket.socket
-    results: "queue.SimpleQueue[worker_pb2.StepResult]" = field(default_factory=queue.SimpleQueue)
-    ends: "queue.SimpleQueue[str]" = field(default_factory=queue.SimpleQueue)
+    results: queue.SimpleQueue[worker_pb2.StepResult]
+    ends: queue.SimpleQueue[str]
 
 
 @pytest.fixture
@@ -35,7 +35,7 @@ def link(tmp_path: Path) -> Iterator[Link]:
         listener.listen()
         stream = SocketStream(path)
         worker, _ = listener.accept()
-    made = Link(stream=stream, worker=worker)
+    made = Link(stream=stream, worker=worker, results=queue.SimpleQueue(), ends=queue.SimpleQueue())
     stream.open(made.results.put, made.ends.put)
     with worker:
         yield made

@@ -9,17 +9,10 @@ from contextlib import closing
 from pathlib import Path
 
 import pytest
-from tests.worker.test_process import (
-    START_S,
-    Worker,
-    folder,  # noqa: F401
-    oracle,  # noqa: F401
-    own_worker,  # noqa: F401
-    request,
-    scored_prompt,
-    worker,  # noqa: F401
-)
+from tests.worker.test_process import START_S, Worker, request, scored_prompt, start
+from tests.worker.tiny_model import COSTS, save_tiny_model
 
+from stemserve.kernels.pricing.cost_table_file import tables_json
 from stemserve.proto.v1 import worker_pb2
 from stemserve.step_link import framed, received, step_socket
 from stemserve.worker.step_socket import Plans, StepCaller, StepSocket
@@ -27,6 +20,19 @@ from stemserve.worker.step_socket import Plans, StepCaller, StepSocket
 
 class Refused(Exception):
     pass
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("tiny")
+    (path / "costs.json").write_text(tables_json([COSTS]))
+    save_tiny_model(path, seed=3)
+    return path
+
+
+@pytest.fixture(scope="module")
+def worker(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Worker]:
+    yield from start(folder, tmp_path_factory.mktemp("socket") / "w.sock")
 
 
 def connected(path: Path) -> socket.socket:
@@ -40,7 +46,7 @@ def responses(connection: socket.socket) -> Iterator[worker_pb2.RunResponse]:
     return map(worker_pb2.RunResponse.FromString, received(connection))
 
 
-def test_results_equal_those_of_the_rpc(worker: Worker) -> None:  # noqa: F811
+def test_results_equal_those_of_the_rpc(worker: Worker) -> None:
     assert worker.stub.Describe(worker_pb2.DescribeRequest()).step_socket
     requests = [request(scored_prompt([5, 6, 7 + i]), i) for i in range(4)]
     expected = [response.result for response in worker.stub.Run(iter(requests))]
@@ -53,12 +59,12 @@ def test_results_equal_those_of_the_rpc(worker: Worker) -> None:  # noqa: F811
     assert [r.gather_logprobs for r in found] == [r.gather_logprobs for r in expected]
 
 
-def test_the_step_socket_is_for_its_owner_only(worker: Worker) -> None:  # noqa: F811
+def test_the_step_socket_is_for_its_owner_only(worker: Worker) -> None:
     path = Path(step_socket(str(worker.socket)))
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
 
 
-def test_a_second_service_is_refused_while_the_first_is_there(worker: Worker) -> None:  # noqa: F811
+def test_a_second_service_is_refused_while_the_first_is_there(worker: Worker) -> None:
     with connected(worker.socket) as first:
         first.sendall(framed(request(scored_prompt([1]), 1)))
         assert next(responses(first)).result.step_id == 1
@@ -74,7 +80,7 @@ def test_a_second_service_is_refused_while_the_first_is_there(worker: Worker) ->
 @pytest.mark.parametrize(
     "rubbish", [b"\x01", b"\x04\x00\x00\x00ab", b"\x02\x00\x00\x00\xff\xff"], ids=repr
 )
-def test_rubbish_ends_only_its_connection(worker: Worker, rubbish: bytes) -> None:  # noqa: F811
+def test_rubbish_ends_only_its_connection(worker: Worker, rubbish: bytes) -> None:
     with connected(worker.socket) as bad:
         bad.sendall(rubbish)
         bad.shutdown(socket.SHUT_WR)
@@ -84,16 +90,17 @@ def test_rubbish_ends_only_its_connection(worker: Worker, rubbish: bytes) -> Non
         assert next(responses(good)).result.step_id == 3
 
 
-def test_an_open_step_socket_is_told_that_the_worker_stops(own_worker: Worker) -> None:  # noqa: F811
-    with connected(own_worker.socket) as connection:
-        answers = responses(connection)
-        connection.sendall(framed(request(scored_prompt([1]), 1)))
-        assert next(answers).result.step_id == 1
-        own_worker.process.send_signal(signal.SIGTERM)
-        assert next(answers).refusal == "the worker is stopping"
-        assert list(answers) == []
-        assert own_worker.process.wait(START_S) == 0
-    assert not Path(step_socket(str(own_worker.socket))).exists()
+def test_an_open_step_socket_is_told_that_the_worker_stops(folder: Path, tmp_path: Path) -> None:
+    for worker in start(folder, tmp_path / "w.sock"):
+        with connected(worker.socket) as connection:
+            answers = responses(connection)
+            connection.sendall(framed(request(scored_prompt([1]), 1)))
+            assert next(answers).result.step_id == 1
+            worker.process.send_signal(signal.SIGTERM)
+            assert next(answers).refusal == "the worker is stopping"
+            assert list(answers) == []
+            assert worker.process.wait(START_S) == 0
+    assert not Path(step_socket(str(tmp_path / "w.sock"))).exists()
 
 
 def test_the_socket_of_a_killed_worker_is_replaced_and_its_caller_may_leave(

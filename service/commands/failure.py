@@ -17,10 +17,15 @@ ADVICE = {
 }
 
 
-def fail(message: str) -> NoReturn:
+def say(message: str) -> None:
+    """A line on standard error."""
     Console(stderr=True, soft_wrap=True, highlight=False).print(
         f"stemserve: {message}", markup=False, style="red"
     )
+
+
+def fail(message: str) -> NoReturn:
+    say(message)
     raise typer.Exit(1)
 
 

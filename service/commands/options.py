@@ -125,13 +125,17 @@ def read_items(file: str | None, items: list[str] | None) -> tuple[str, ...]:
 
 def read_text(option: str, file: str) -> str:
     """A UTF-8 file, or standard input for "-"; line ends become newlines, a BOM is dropped."""
+    if file == "-" and sys.stdin is None:
+        raise typer.BadParameter(f"cannot read {option} -: standard input is closed")
     try:
-        text = sys.stdin.read() if file == "-" else Path(file).read_text("utf-8")
+        # Not as text: what standard input takes for its encoding and line ends may be another.
+        content = sys.stdin.buffer.read() if file == "-" else Path(file).read_bytes()
+        text = content.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         raise typer.BadParameter(f"cannot read {option} {file}: it is not UTF-8 text") from error
     except OSError as error:
         raise typer.BadParameter(f"cannot read {option} {file}: {error.strerror}") from error
-    return text.removeprefix("\ufeff")
+    return text.replace("\r\n", "\n").replace("\r", "\n")
 
 
 def kernel_value(name: str | None) -> inference_pb2.Kernel.ValueType:

@@ -13,6 +13,7 @@ from stemserve.json_log import log_to_stderr
 from stemserve.service.call_facts import log_context
 from stemserve.service.calls.services import model_tokenizer
 from stemserve.service.commands.failure import fail
+from stemserve.service.commands.ready_line import announce
 from stemserve.service.config.error import ConfigError
 from stemserve.service.config.server import (
     DEVICES,
@@ -26,7 +27,7 @@ from stemserve.service.config.server import (
 )
 from stemserve.service.config.sources import Setting, read_settings, settings_text
 from stemserve.service.default_model import DEFAULT_MODEL, ModelNotFound, resolve
-from stemserve.service.main import Ready, run
+from stemserve.service.main import run
 from stemserve.service.serving.server import PortInUse
 from stemserve.service.workers.worker_client import WorkerUnreachable
 
@@ -276,21 +277,10 @@ def _serve(config: ServiceConfig) -> None:
     except (OSError, ValueError) as error:
         fail(f"model {config.model!r} has no usable tokenizer: {error}")
     try:
-        run(config, model, tokenizer, announce=lambda ready: print(_ready_line(ready), flush=True))
+        run(config, model, tokenizer, announce=announce)
     except (ConfigError, PortInUse, WorkerUnreachable) as error:
         fail(str(error))
 
 
 def _progress(line: str) -> None:
     print(f"stemserve: {line}", file=sys.stderr, flush=True)
-
-
-def _ready_line(ready: Ready) -> str:
-    facts, ports = ready.facts, ready.ports
-    kind = f"{facts.dtype}, deterministic" if facts.deterministic else facts.dtype
-    return (
-        f"stemserve is ready: {facts.model} ({kind}) on {facts.device}, "
-        f"gRPC {ports.host}:{ports.port}, health {ports.health_port}, "
-        f"metrics {ready.metrics_port}"
-        + ("" if ready.admin_port is None else f", admin {ready.admin_port}")
-    )

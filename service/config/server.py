@@ -44,8 +44,8 @@ _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 
 def default_model_cache() -> Path:
     """Where the default model is kept: $XDG_CACHE_HOME or ~/.cache."""
-    base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
-    return Path(base).expanduser() / "stemserve"
+    base = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    return Path(base) / "stemserve"  # still with its ~ for a user without a home folder
 
 
 def parse_bytes(size: Any) -> Any:

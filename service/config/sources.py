@@ -154,6 +154,8 @@ def _problems(error: ValidationError, sources: Mapping[str, str]) -> list[str]:
         cause = detail.get("ctx", {}).get("error")
         if detail["type"] == "unexpected_keyword_argument":
             text = f"there is no such key{_suggestion(key)}"
+        elif detail["type"] == "dataclass_type":
+            text = f"is a table: write [{key}] and its keys below"
         else:
             text = str(cause or detail["msg"])
         source = _source(key, sources)

@@ -1,10 +1,12 @@
 """What all commands of the CLI have in common: help, wrong options, refusals, no server."""
 
+import os
 import re
+import subprocess
 from pathlib import Path
 
 import pytest
-from tests.e2e.cli_runs import Run
+from tests.e2e.cli_runs import Run, Words
 from tests.service.certificates import Authority
 
 
@@ -16,6 +18,12 @@ from tests.service.certificates import Authority
         (("score", "--items", "/nowhere"), "cannot read --items /nowhere"),
         (("score", "--item", "x", "--kernel", "magic"), "'magic' is not one of naive, split"),
         (("explain",), "give items (a Score call) or --prompt"),
+        (("score", "--item", "x", "--timeout", "nan"), "nan is not more than 0"),
+        (("score", "--item", "x", "--timeout", "0"), "0 is not more than 0"),
+        (("--certificate", "/c.pem", "score"), "--certificate and --private-key ("),
+        (("--ca", "/no.pem", "score", "--item", "x"), "--ca /no.pem: No such file"),
+        (("--api-key", "a\nb", "score"), "--api-key (STEMSERVE_API_KEY): the key has a line end"),
+        (("--traceparent", "z", "score"), "--traceparent (TRACEPARENT) 'z' is not one"),
         (("serve", "--kernel", "magic"), "'magic' is not one of naive, split"),
         (("serve", "--port", "70000"), "port 70000 is not in 0 .. 65535"),
         (("serve", "--kv-memory", "much"), "'much' is not a size such as 512M or 2G"),
@@ -58,6 +66,35 @@ def test_help_of_capacity_is_one_page_with_all_options(run_process: Run) -> None
     assert done.stdout.lower().count("usage:") == 1
     for option in ("--model", "--prefix-tokens", "--hit-rate", "--latency-ms", "--json"):
         assert len(re.findall(rf"^  {option}\b", done.stdout, re.MULTILINE)) == 1, option
+
+
+def test_output_that_nobody_takes_ends_a_command_without_a_traceback(
+    stemserve_command: Words, address: str
+) -> None:
+    """A full disk is told; that nobody reads on is not worth a word."""
+    words = stemserve_command("serve", "--print-config")
+    with Path("/dev/full").open("w") as full:
+        done = subprocess.run(words, stdout=full, stderr=subprocess.PIPE, text=True, check=False)
+    assert done.returncode == 1
+    assert done.stderr == "stemserve: cannot write to standard output: No space left on device\n"
+    read, write = os.pipe()
+    os.close(read)
+    words = stemserve_command("generate", "--server", address, "--prompt", "a")
+    with os.fdopen(write, "w") as pipe:
+        done = subprocess.run(words, stdout=pipe, stderr=subprocess.PIPE, text=True, check=False)
+    assert (done.returncode, done.stderr) == (1, "")
+
+
+def test_text_that_the_terminal_cannot_show_is_shown_escaped(
+    stemserve_command: Words, address: str
+) -> None:
+    done = subprocess.run(
+        stemserve_command("score", "--server", address, "--query", "ü", "--item", "é"),
+        env=os.environ | {"PYTHONIOENCODING": "ascii"},
+        capture_output=True,
+        check=True,
+    )
+    assert rb"'\xe9'" in done.stdout
 
 
 @pytest.mark.parametrize("option", ["--tls", "--ca"])

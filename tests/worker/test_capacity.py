@@ -184,6 +184,19 @@ def test_what_cannot_be_answered_is_refused_by_name(case: str, folder: Path) -> 
         capacity(["--model", str(folder), "--prefix-tokens=100", *words])
 
 
+@pytest.mark.parametrize(
+    "word", ["--latency-ms=nan", "--memory-gib=inf", "--items-per-second=1e300", "--items=9999999"]
+)
+def test_numbers_that_mean_nothing_are_refused(
+    word: str, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        capacity(
+            ["--model", str(folder), "--prefix-tokens=9", "--items=2", "--item-tokens=3", word]
+        )
+    assert word.partition("=")[0] in capsys.readouterr().err.splitlines()[-1]
+
+
 def test_a_table_of_a_cpu_cannot_tell(folder: Path, tmp_path: Path) -> None:
     tables = Path(shipped_cost_tables.__code__.co_filename).parents[1] / "costs/cpu.json"
     words = ["--prefix-tokens=100", "--items=2", "--item-tokens=3", f"--cost-table={tables}"]

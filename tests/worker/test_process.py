@@ -22,6 +22,8 @@ from stemserve.kernels.host_array import device_tensor
 from stemserve.kernels.pricing.cost_table_file import load_cost_tables, parse_tables, tables_json
 from stemserve.proto.v1 import inference_pb2, worker_pb2, worker_pb2_grpc
 from stemserve.worker.blobs import decode_float32
+from stemserve.worker.calibrate import calibrate
+from stemserve.worker.config import ConfigError
 
 START_S = 60
 
@@ -233,6 +235,14 @@ def test_calibrate_writes_a_table_that_a_worker_takes(
     subprocess.run(words, check=True, timeout=120, capture_output=True)
     (table,) = load_cost_tables(output)
     assert (table.device, table.dtype, table.query_heads, table.threads) == ("cpu", "float32", 4, 1)
+
+
+def test_calibrate_refuses_an_output_before_it_measures(
+    folder: Path, oracle: LlamaForCausalLM, tmp_path: Path
+) -> None:
+    for output, problem in ((tmp_path, "is a folder"), (tmp_path / "no/x.json", "no folder")):
+        with pytest.raises(ConfigError, match=problem):
+            calibrate(["--model", str(folder), "--output", str(output)])
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 from stemserve.kernels.pricing.cost_table_file import of_dtype, shipped_cost_tables, table_for_heads
-from stemserve.worker.argument_types import positive
+from stemserve.worker.argument_types import amount, positive, up_to
 from stemserve.worker.capacity.device_rates import GIB, RATES
 from stemserve.worker.capacity.fleet import fleet, memory
 from stemserve.worker.capacity.forward_seconds import ForwardSeconds
@@ -27,6 +27,8 @@ from stemserve.worker.models.loader import read_model_config
 
 RESERVE_GIB = 4.0
 DECODE_ROWS = 64
+MOST_TOKENS = 1 << 20  # far above what a model takes, and soon laid out into steps
+MOST_ITEMS = 100_000
 DESCRIPTION = """\
 Predict how many GPUs answer so many calls: attention by its cost table, the rest by rates
 measured on the device. No GPU is needed. docs/capacity.md says how far predictions were from
@@ -43,7 +45,12 @@ HALVES = {"float16": torch.float16, "bfloat16": torch.bfloat16}
 def capacity(arguments: Sequence[str]) -> int:
     """Raises ConfigError or ModelError."""
     options = _parser().parse_args(arguments)
-    answer = _answer(options)
+    try:
+        answer = _answer(options)
+    except ConfigError:
+        raise
+    except ValueError as error:
+        raise ConfigError(f"such a load cannot be priced: {error}") from error
     print(json.dumps(as_json(answer)) if options.json else as_text(answer))
     return 0
 
@@ -148,32 +155,42 @@ def _add_model(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument("--gpu-memory-utilization", type=_share, default=GPU_MEMORY_UTILIZATION,
                        metavar="SHARE", help="as serve's")  # fmt: skip
-    group.add_argument("--memory-gib", type=float, metavar="GIB", help="of a GPU; the device's own")
     group.add_argument(
-        "--reserve-gib", type=float, default=RESERVE_GIB, metavar="GIB",
+        "--memory-gib", type=amount, metavar="GIB", help="of a GPU; the device's own"
+    )
+    group.add_argument(
+        "--reserve-gib", type=amount, default=RESERVE_GIB, metavar="GIB",
         help="for graphs, the largest step and libraries; the server's log says how much it is",
     )  # fmt: skip
 
 
 def _add_calls(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("calls")
-    group.add_argument("--prefix-tokens", type=positive, required=True, metavar="N")
+    group.add_argument("--prefix-tokens", type=up_to(MOST_TOKENS), required=True, metavar="N")
     group.add_argument(
         "--hit-rate", type=float, default=0.0, metavar="SHARE",
         help="of calls whose prefix is cached",
     )  # fmt: skip
-    group.add_argument("--items", type=positive, default=0, metavar="N", help="of a Score call")
-    group.add_argument("--item-tokens", type=positive, default=0, metavar="N")
+    group.add_argument(
+        "--items", type=up_to(MOST_ITEMS), default=0, metavar="N", help="of a Score call"
+    )
+    group.add_argument("--item-tokens", type=up_to(MOST_TOKENS), default=0, metavar="N")
     group.add_argument(
         "--token-logprobs", action="store_true",
         help="every token of an item is read (log-likelihood), not its last one only (labels)",
     )  # fmt: skip
     group.add_argument(
-        "--samples", type=positive, default=0, metavar="N", help="of a Generate call, instead"
+        "--samples",
+        type=up_to(MOST_ITEMS),
+        default=0,
+        metavar="N",
+        help="of a Generate call, instead",
     )
-    group.add_argument("--new-tokens", type=positive, default=0, metavar="N", help="of a sample")
     group.add_argument(
-        "--decode-rows", type=positive, default=DECODE_ROWS, metavar="N",
+        "--new-tokens", type=up_to(MOST_TOKENS), default=0, metavar="N", help="of a sample"
+    )
+    group.add_argument(
+        "--decode-rows", type=up_to(MOST_ITEMS), default=DECODE_ROWS, metavar="N",
         help="samples that are generated together on a GPU",
     )  # fmt: skip
 
@@ -181,9 +198,9 @@ def _add_calls(parser: argparse.ArgumentParser) -> None:
 def _add_demand(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("demand")
     for unit in UNITS:
-        group.add_argument(f"--{unit}-per-second", type=float, metavar="X")
+        group.add_argument(f"--{unit}-per-second", type=amount, metavar="X")
     group.add_argument(
-        "--latency-ms", type=float, metavar="MS", help="that 99 of 100 calls stay within"
+        "--latency-ms", type=amount, metavar="MS", help="that 99 of 100 calls stay within"
     )
     group.add_argument(
         "--headroom", type=float, default=0.3, metavar="SHARE", help="of each GPU, kept free"

@@ -271,4 +271,9 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except RuntimeError as error:  # the server said why
+        sys.exit(str(error))
+    except KeyboardInterrupt:
+        sys.exit(130)

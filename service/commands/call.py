@@ -9,6 +9,7 @@ from typing import Annotated, TypeVar
 import grpc
 import typer
 
+import stemserve
 from stemserve.service.client.channel import OPTIONS, PLAINTEXT, Access, open_channel
 from stemserve.service.client.errors import client_error
 from stemserve.service.commands.failure import fail, fail_call
@@ -51,6 +52,12 @@ _access: ContextVar[Access] = ContextVar("access", default=PLAINTEXT)
 _traceparent: ContextVar[str] = ContextVar("traceparent", default="")
 
 
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        print(f"stemserve {stemserve.__version__}")
+        raise typer.Exit
+
+
 def access_options(
     api_key: Annotated[
         str | None,
@@ -84,6 +91,12 @@ def access_options(
             "them there.",
         ),
     ] = "",
+    _version: Annotated[
+        bool,
+        typer.Option(
+            "--version", is_eager=True, callback=_show_version, help="Show the version and exit."
+        ),
+    ] = False,
 ) -> None:
     """Score and generate with a language model over prefixes that requests share."""
     if (certificate is None) != (private_key is None):

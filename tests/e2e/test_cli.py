@@ -9,6 +9,8 @@ import pytest
 from tests.e2e.cli_runs import Run, Words
 from tests.service.certificates import Authority
 
+import stemserve
+
 
 @pytest.mark.parametrize(
     ("words", "problem"),
@@ -58,6 +60,10 @@ def test_help_is_given(run: Run, command: str) -> None:
     done = run(*command.split(), "--help")
     assert done.returncode == 0
     assert "usage" in done.stdout.lower()
+
+
+def test_the_version_is_told(run: Run) -> None:
+    assert run("--version").stdout == f"stemserve {stemserve.__version__}\n"
 
 
 def test_help_of_capacity_is_one_page_with_all_options(run_process: Run) -> None:

@@ -81,6 +81,15 @@ def test_an_example_at_an_address_without_a_port_says_so() -> None:
     assert done.stderr == "'localhost' has no port; give HOST:PORT, as localhost:50051\n"
 
 
+def test_a_demo_whose_server_does_not_start_ends_with_what_the_server_says() -> None:
+    command = [sys.executable, str(ROOT / "examples/demo.py"), "--model", "/nowhere"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S, check=False)
+    assert done.returncode == 1
+    said, ended = done.stderr.splitlines()
+    assert said.startswith("stemserve: model '/nowhere': no such name or path")
+    assert ended == "the server did not start (exit code 1)"
+
+
 def test_each_example_is_in_the_readme() -> None:
     for name in EXAMPLES:
         assert f"(examples/{name})" in README

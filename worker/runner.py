@@ -80,11 +80,12 @@ class ModelRunner:
         started = time.perf_counter()
         step = self.decode(plan)
         self._sampler.check(step)
+        # A GPU copies while the step is planned.
+        self._pool.copy(step.copies)
         if self._decoder is not None and self._decoder.takes(step):
             run = self._decoder.run
         else:
             run = partial(self._run_each, first=self._attention(step.at(0)))
-        self._pool.copy(step.copies)
         self._sampler.admit(step.samplers)
         self._sampler.mask(step.masks)
         began = self._clock.begin() if self.uses_gpu else None

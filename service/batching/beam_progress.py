@@ -106,6 +106,10 @@ class BeamProgress(DecodingProgress):
         return not self._prompt_is_planned
 
     @property
+    def awaits_result(self) -> bool:
+        return self._planned == self.num_live > 0 and self.in_flight > 0
+
+    @property
     def may_burst(self) -> bool:
         return False
 

@@ -86,6 +86,9 @@ class _Nodes:
         border = min(inside)
         if border > above:
             parent = self._add_node(first, above, border, parent)
+        if max(inside) == border:
+            self._add_leaves(first, end, border, parent)
+            return
         cuts = [n for n, common in enumerate(inside, first + 1) if common == border]
         for start, stop in pairwise((first, *cuts, end)):
             if stop - start == 1:
@@ -99,6 +102,14 @@ class _Nodes:
         self.ends.append(end)
         self.rows.append(row)
         return len(self.rows) - 1
+
+    def _add_leaves(self, first: int, end: int, start: int, parent: int) -> None:
+        count, node = end - first, len(self.rows)
+        self.parents += [parent] * count
+        self.starts += [start] * count
+        self.ends += [self._columns] * count
+        self.rows += range(first, end)
+        self.leaves += range(node, node + count)
 
     def _add_leaf(self, row: int, start: int, parent: int) -> None:
         self.leaves.append(self._add_node(row, start, self._columns, parent))

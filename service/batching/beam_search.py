@@ -99,7 +99,7 @@ class BeamSearch:
 
     @property
     def output_tokens(self) -> int:
-        return sum(len(found.token_ids) for found in self._state.best)
+        return self._state.best_tokens
 
     @property
     def lost_tokens(self) -> int:

@@ -8,10 +8,12 @@ id.
 import math
 from collections.abc import Callable, Set
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
+from stemserve.service.batching.beam_history import BeamHistory
 from stemserve.service.request import BeamSpec, EarlyStopping, Float32, Int32
 
 FIRST_LOOKED_AT = 4  # times as many candidates as may go on
@@ -33,15 +35,23 @@ def candidates_needed(spec: BeamSpec, end_ids: Set[int], vocab_size: int) -> int
     return min(vocab_size, spec.width + ends)
 
 
+class _Ended(NamedTuple):
+    score: float
+    beam: int  # when it had `length` tokens
+    length: int
+    token: int  # behind them, its last
+    logprob: float
+    has_end: bool
+
+
 class BeamState:
     def __init__(self, spec: BeamSpec, end_ids: Set[int], max_new_tokens: int) -> None:
         self._spec = spec
         self._end_ids = np.array(sorted(end_ids), np.int64)
         self._max_new_tokens = max_new_tokens
-        self._tokens: Int32 = np.zeros((1, max_new_tokens), np.int32)  # [live, tokens]
-        self._logprobs: Float32 = np.zeros((1, max_new_tokens), np.float32)
+        self._history = BeamHistory()
         self._scores: Float32 = np.zeros(1, np.float32)  # [live], best first
-        self._hypotheses: list[Hypothesis] = []  # best first, at most width
+        self._ended: list[_Ended] = []  # best first, at most width
         self.length = 0  # tokens that each live beam has
         self.is_done = False
         self.searched_tokens = 0  # that were generated, for whatever beam
@@ -52,12 +62,29 @@ class BeamState:
 
     @property
     def last_tokens(self) -> Int32:  # [live]
-        return self._tokens[:, self.length - 1]
+        return self._history.last_tokens
 
     @property
     def best(self) -> list[Hypothesis]:
         """At most as many as are asked for; fewer where the vocabulary does not give more."""
-        return self._hypotheses[: self._spec.best]
+        ended = self._ended[: self._spec.best]
+        beams = np.array([end.beam for end in ended], np.int32)
+        lengths = np.array([end.length for end in ended], np.int32)
+        before = self._history.sequences(beams, lengths)
+        return [
+            Hypothesis(
+                score=end.score,
+                token_ids=np.append(tokens, np.int32(end.token)),
+                logprobs=np.append(logprobs, np.float32(end.logprob)),
+                has_end=end.has_end,
+            )
+            for end, (tokens, logprobs) in zip(ended, before, strict=True)
+        ]
+
+    @property
+    def best_tokens(self) -> int:
+        """That they have."""
+        return sum(end.length + 1 for end in self._ended[: self._spec.best])
 
     def advance(
         self, ids: Int32, logprobs: Float32, accepts: Callable[[int, int], bool] | None = None
@@ -82,15 +109,12 @@ class BeamState:
             ended = best[ends.ravel()[best]]
         if accepts is not None:
             ended = self._acceptable(ended, ids, ends, accepts)
-        self._end(ended, ids, logprobs, scores)
+        self._end(ended, ids, logprobs, scores, ends)
         going_on = best[:0] if is_last else best
         if ends is not None and not is_last:
             going_on = _best(np.where(ends, np.float32(-np.inf), scores), width)
         parents = going_on // ids.shape[1]
-        self._tokens = self._tokens[parents]
-        self._logprobs = self._logprobs[parents]
-        self._tokens[:, self.length] = ids.ravel()[going_on]
-        self._logprobs[:, self.length] = logprobs.ravel()[going_on]
+        self._history.add(parents, ids.ravel()[going_on], logprobs.ravel()[going_on])
         self._scores = scores.ravel()[going_on]
         self.length = length
         self.is_done = not len(going_on) or not self._may_improve()
@@ -99,8 +123,7 @@ class BeamState:
 
     def keep(self, going_on: NDArray[np.bool_]) -> None:
         """Of the live beams, the others are given up."""
-        self._tokens = self._tokens[going_on]
-        self._logprobs = self._logprobs[going_on]
+        self._history.keep(going_on)
         self._scores = self._scores[going_on]
         self.is_done = self.is_done or not self.num_live or not self._may_improve()
 
@@ -126,27 +149,35 @@ class BeamState:
         ]
         return ended[np.array(kept, np.bool_)]
 
-    def _end(self, ended: NDArray[np.intp], ids: Int32, logprobs: Float32, scores: Float32) -> None:
+    def _end(
+        self,
+        ended: NDArray[np.intp],
+        ids: Int32,
+        logprobs: Float32,
+        scores: Float32,
+        ends: NDArray[np.bool_] | None,
+    ) -> None:
         """Keep the best of the hypotheses there were and those that end now."""
         if not len(ended):
             return
-        length = self.length + 1
+        columns = ids.shape[1]
         for at in map(int, ended):
-            beam, column = divmod(at, ids.shape[1])
-            self._hypotheses.append(
-                Hypothesis(
-                    score=self._normalized(float(scores[beam, column]), length),
-                    token_ids=np.append(self._tokens[beam, : self.length], ids[beam, column]),
-                    logprobs=np.append(self._logprobs[beam, : self.length], logprobs[beam, column]),
-                    has_end=bool(np.isin(ids[beam, column], self._end_ids)),
+            self._ended.append(
+                _Ended(
+                    score=self._normalized(float(scores.flat[at]), self.length + 1),
+                    beam=at // columns,
+                    length=self.length,
+                    token=int(ids.flat[at]),
+                    logprob=float(logprobs.flat[at]),
+                    has_end=ends is not None and bool(ends.flat[at]),
                 )
             )
-        self._hypotheses.sort(key=lambda found: -found.score)
-        del self._hypotheses[self._spec.width :]
+        self._ended.sort(key=lambda end: -end.score)
+        del self._ended[self._spec.width :]
 
     def _may_improve(self) -> bool:
         spec = self._spec
-        if len(self._hypotheses) < spec.width:
+        if len(self._ended) < spec.width:
             return True
         if spec.early_stopping == EarlyStopping.FIRST or spec.width == 1:
             return False
@@ -154,7 +185,7 @@ class BeamState:
         longest = never and spec.length_penalty > 0
         length = self._max_new_tokens if longest else self.length
         best = self._normalized(float(self._scores[0]), length)
-        return best > self._hypotheses[-1].score
+        return best > self._ended[-1].score
 
     def _normalized(self, score: float, tokens: int) -> float:
         return score / math.pow(tokens, self._spec.length_penalty)

@@ -94,6 +94,11 @@ class JobProgress(ABC):
     def has_rows_to_plan(self) -> bool:
         """Rows other than decode rows."""
 
+    @property
+    def awaits_result(self) -> bool:
+        """It has no rows to plan before those in flight are answered."""
+        return False
+
     @abstractmethod
     def plan(self, step: StepBuilder) -> None:
         """Add the prefill and item rows for which the step has room."""

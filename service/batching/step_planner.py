@@ -42,7 +42,8 @@ class StepPlanner:
     def may_find_rows(self) -> bool:
         """False: all that is left to do is in flight."""
         return len(self._jobs.waiting) > 0 or any(
-            job.decodes or job.has_rows_to_plan for job in self._jobs.running
+            (job.decodes and not job.awaits_result) or job.has_rows_to_plan
+            for job in self._jobs.running
         )
 
     def plan(self, step: StepBuilder) -> None:

@@ -110,6 +110,22 @@ def test_a_search_that_is_cancelled_leaves_nothing(
     drain(rig)
 
 
+def test_a_search_has_work_whenever_no_step_of_it_is_in_flight(
+    models: RandomModels, make_rig: MakeRig, seed: int
+) -> None:
+    rig = make_rig(models.lm("Llama"), max_step_tokens=16)  # the prompt takes two steps
+    rig.batcher.submit(job(random_tokens(np.random.default_rng(seed), 20)))
+    steps = 0
+    while rig.batcher.has_work:
+        plan = rig.batcher.plan_step()
+        assert plan is not None
+        assert rig.batcher.has_work == (steps == 0)
+        rig.batcher.apply(rig.engine._runner.step(plan))  # pyright: ignore[reportPrivateUsage]
+        steps += 1
+    assert steps == 2 + 59
+    drain(rig)
+
+
 @pytest.mark.parametrize("turns", [0, 1, 5])
 def test_a_search_in_a_step_that_fails_fails_and_leaves_nothing(
     models: RandomModels, make_rig: MakeRig, seed: int, turns: int

@@ -47,9 +47,14 @@ class PrefixKeeper:
             if not prefix.pin:
                 return
             realm = prefix.realm(prefix.owner)
-            pinned = await self._engine.pin(prefix.pin_key, prefix.tokens, realm)
-            if not self._registry.wants_pin(prefix):  # it went meanwhile: nobody else would unpin
-                await self._engine.unpin(prefix.pin_key)
+            try:
+                pinned = await self._engine.pin(prefix.pin_key, prefix.tokens, realm)
+            finally:  # a call that is cancelled may have pinned it too
+                is_gone = not self._registry.wants_pin(prefix)
+                if is_gone:
+                    self._registry.drop_again(prefix)
+            if is_gone:
+                await self.let_go()
                 raise PrefixNotFound(prefix.prefix_id)
             if pinned == len(prefix.tokens):
                 return
@@ -60,12 +65,15 @@ class PrefixKeeper:
         )
 
     async def let_go(self) -> None:
-        """Give the pages of dropped prefixes back."""
-        for prefix in self._registry.take_dropped():
+        """Give the pages of dropped prefixes back; when cancelled, the next time."""
+        while (prefix := self._registry.next_dropped()) is not None:
             try:
                 await self._engine.unpin(prefix.pin_key)
             except NotReady:  # its pages went with the worker
                 _log.debug("no worker holds prefix %s", prefix.prefix_id)
+            except asyncio.CancelledError:  # with the question, or its answer
+                self._registry.drop_again(prefix)
+                raise
 
     async def keep(self) -> None:
         """Runs until cancelled: expired pins are let go, a new worker is given its prefixes."""
@@ -73,7 +81,10 @@ class PrefixKeeper:
         async with asyncio.TaskGroup() as tasks:
             while True:
                 await asyncio.sleep(PERIOD_S)
-                await self.let_go()
+                try:
+                    await self.let_go()
+                except Exception:  # a fault with one; the others' turn comes
+                    _log.exception("cannot let a prefix go")
                 self._note(len(self._registry))
                 if self._engine.generation == self._generation:
                     continue
@@ -92,5 +103,7 @@ class PrefixKeeper:
                 await self.warm(prefix, deadline=None, priority=REWARM_PRIORITY)
             except RequestError as error:
                 _log.warning("prefix %s is not warm: %s", prefix.prefix_id, error)
+            except Exception:
+                _log.exception("prefix %s is not warm", prefix.prefix_id)
         if prefixes:
             _log.info("%d registered prefixes were computed for the new worker", len(prefixes))

@@ -2,6 +2,7 @@
 
 import hashlib
 from bisect import bisect_right
+from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from math import inf
@@ -91,7 +92,7 @@ class PrefixRegistry:
         self._clock = clock
         self._prefixes: dict[tuple[str, str], RegisteredPrefix] = {}
         self._tokens = 0
-        self._dropped: list[RegisteredPrefix] = []
+        self._dropped: deque[RegisteredPrefix] = deque()  # that were pinned
 
     def register(
         self, owner: Caller, new: NewPrefix, *, most_tokens: int | None = None
@@ -197,13 +198,21 @@ class PrefixRegistry:
         known = self._live((prefix.space, prefix.prefix_id))
         return known is not None and known.pin and np.array_equal(known.tokens, prefix.tokens)
 
-    def take_dropped(self) -> tuple[RegisteredPrefix, ...]:
-        """Pinned prefixes that were released or have expired since the last call, and were not
-        pinned again: that replaced their pin."""
-        self._drop_expired()
-        dropped, self._dropped = self._dropped, []
-        pinned = {prefix.pin_key for prefix in self._prefixes.values() if prefix.pin}
-        return tuple(prefix for prefix in dropped if prefix.pin_key not in pinned)
+    def next_dropped(self) -> RegisteredPrefix | None:
+        """A pinned prefix that was released or has expired, and was not pinned again: that replaced
+        its pin. Each is told once, but for those that are dropped again."""
+        if not self._dropped:
+            self._drop_expired()
+        while self._dropped:
+            gone = self._dropped.popleft()
+            known = self._prefixes.get((gone.space, gone.prefix_id))
+            if known is None or not known.pin:
+                return gone
+        return None
+
+    def drop_again(self, prefix: RegisteredPrefix) -> None:
+        """It may still be pinned."""
+        self._dropped.append(prefix)
 
     def __len__(self) -> int:
         self._drop_expired()

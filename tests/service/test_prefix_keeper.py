@@ -11,7 +11,7 @@ from tests.service.serving import BYTE_VOCABULARY, serving
 from stemserve.proto.v1 import prefixes_pb2
 from stemserve.service.calls import prefix_keeper
 from stemserve.service.client import ClientError
-from stemserve.service.request import ScoreJob, ScoreResult
+from stemserve.service.request import Int32, Realm, ScoreJob, ScoreResult
 
 Register = prefixes_pb2.RegisterRequest
 
@@ -134,3 +134,85 @@ async def test_a_prefix_that_is_evicted_as_fast_as_it_is_computed_is_not_pinned(
         assert refusal.value.code is grpc.StatusCode.RESOURCE_EXHAUSTED
         assert await served.client.list_prefixes() == ()
         await until(lambda: not served.engine.pinned)
+
+
+class LatePins(BigramEngine):
+    """Gives pins up when it may go on."""
+
+    def __init__(self) -> None:
+        super().__init__(random_bigrams(BYTE_VOCABULARY))
+        self.go_on = asyncio.Event()
+        self.asked = self.cancelled = 0
+
+    async def unpin(self, key: str) -> None:
+        self.asked += 1
+        try:
+            await self.go_on.wait()
+        except asyncio.CancelledError:
+            self.cancelled += 1
+            raise
+        await super().unpin(key)
+
+
+async def test_a_pin_is_let_go_though_its_release_is_cancelled_meanwhile() -> None:
+    engine = LatePins()
+    async with serving(engine) as served:
+        for prefix_id in ("a", "b"):
+            await served.client.register(Register(text=prefix_id, prefix_id=prefix_id, pin=True))
+        releasing = asyncio.create_task(served.client.release_prefix("a"))
+        await until(lambda: engine.asked == 1)
+        releasing.cancel()
+        await until(lambda: engine.cancelled == 1)
+        engine.go_on.set()
+        await until(lambda: len(engine.pinned) == 1)
+
+
+class SilentPins(BigramEngine):
+    """Pins when it may go on, and says nothing."""
+
+    def __init__(self) -> None:
+        super().__init__(random_bigrams(BYTE_VOCABULARY))
+        self.go_on = asyncio.Event()
+        self.asked = 0
+
+    async def pin(self, key: str, tokens: Int32, realm: Realm) -> int:
+        self.asked += 1
+        await self.go_on.wait()
+        await super().pin(key, tokens, realm)
+        await asyncio.Event().wait()
+        raise AssertionError("unreachable")
+
+
+async def test_a_pin_that_comes_after_its_release_is_let_go_though_its_call_is_cancelled() -> None:
+    engine = SilentPins()
+    async with serving(engine) as served:
+        register = Register(text="abc", prefix_id="x", pin=True)
+        registering = asyncio.create_task(served.client.register(register))
+        await until(lambda: engine.asked == 1)
+        await served.client.release_prefix("x")
+        engine.go_on.set()
+        await until(lambda: bool(engine.pinned))
+        registering.cancel()
+        await until(lambda: not engine.pinned)
+
+
+class FaultyPins(BigramEngine):
+    """Its first pin is never given up."""
+
+    faults = 0
+
+    async def unpin(self, key: str) -> None:
+        if not self.faults:
+            self.faults += 1
+            raise RuntimeError("a fault")
+        await super().unpin(key)
+
+
+async def test_a_fault_with_one_pin_keeps_no_other() -> None:
+    engine = FaultyPins(random_bigrams(BYTE_VOCABULARY))
+    async with serving(engine) as served:
+        for prefix_id in ("a", "b"):
+            register = Register(text=prefix_id, prefix_id=prefix_id, pin=True, ttl_seconds=0.2)
+            await served.client.register(register)
+        await until(lambda: len(engine.pinned) == 1)
+        assert engine.faults == 1

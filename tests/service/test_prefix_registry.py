@@ -66,6 +66,10 @@ def add(
     return registry.register(caller(owner), new, most_tokens=most_tokens)
 
 
+def dropped(registry: PrefixRegistry) -> list[str]:
+    return [prefix.prefix_id for prefix in iter(registry.next_dropped, None)]
+
+
 def test_the_same_content_gets_the_same_id() -> None:
     registry = make(Clock())
     assert add(registry, "", 1, 2).prefix_id == add(registry, "", 1, 2).prefix_id
@@ -173,10 +177,10 @@ def test_dropped_pins_are_told_once() -> None:
     add(registry, "plain", 3)
     registry.release(caller(""), "released")
     registry.release(caller(""), "plain")
-    assert [prefix.prefix_id for prefix in registry.take_dropped()] == ["released"]
+    assert dropped(registry) == ["released"]
     clock.now += 10
-    assert [prefix.prefix_id for prefix in registry.take_dropped()] == ["expired"]
-    assert registry.take_dropped() == ()
+    assert dropped(registry) == ["expired"]
+    assert dropped(registry) == []
 
 
 def test_a_prefix_that_is_pinned_again_keeps_its_new_pin() -> None:
@@ -187,7 +191,21 @@ def test_a_prefix_that_is_pinned_again_keeps_its_new_pin() -> None:
     clock.now += 10
     add(registry, "again", 1, pin=True)
     add(registry, "unpinned", 2)
-    assert [prefix.prefix_id for prefix in registry.take_dropped()] == ["unpinned"]
+    assert dropped(registry) == ["unpinned"]
+
+
+def test_a_dropped_prefix_may_be_dropped_again_unless_it_is_pinned_again() -> None:
+    registry = make(Clock())
+    for prefix_id in ("a", "b"):
+        add(registry, prefix_id, 1, pin=True)
+        registry.release(caller(""), prefix_id)
+    first = registry.next_dropped()
+    assert first is not None and first.prefix_id == "a"
+    registry.drop_again(first)
+    assert dropped(registry) == ["b", "a"]
+    registry.drop_again(first)
+    add(registry, "a", 1, pin=True)
+    assert dropped(registry) == []
 
 
 def test_what_one_owner_wants_warm_or_pinned_stays_so_for_all() -> None:
@@ -208,12 +226,12 @@ def test_a_registration_that_failed_takes_its_pin_with_it() -> None:
     registry.withdraw(caller(""), "a", pinned)
     found = registry.get(caller(""), "a")
     assert not found.pin and not found.warm and found.owners == {"": 1}
-    assert [prefix.prefix_id for prefix in registry.take_dropped()] == ["a"]
+    assert dropped(registry) == ["a"]
     registry.register(caller(""), pinned)
     registry.register(caller(""), pinned)
     registry.withdraw(caller(""), "a", pinned)
     assert registry.get(caller(""), "a").pin
-    assert registry.take_dropped() == ()
+    assert dropped(registry) == []
 
 
 def test_a_shared_prefix_belongs_to_the_group_and_a_child_to_its_tenant_behind_it() -> None:

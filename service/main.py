@@ -4,7 +4,7 @@ import asyncio
 import logging
 import sys
 import time
-from collections.abc import Callable, Coroutine, Generator, Mapping
+from collections.abc import Callable, Generator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
@@ -28,6 +28,7 @@ from stemserve.service.metrics.instruments import BeforeScrape
 from stemserve.service.request import WorkerFacts
 from stemserve.service.serving.admin_port import admin_port
 from stemserve.service.serving.authentication import authentication
+from stemserve.service.serving.background import run_until_closed
 from stemserve.service.serving.call_gate import CallGate
 from stemserve.service.serving.call_status import CallStatus
 from stemserve.service.serving.call_watch import CallWatch
@@ -199,8 +200,8 @@ async def serve(
         core.health.open()
         put_off_full_collections()
         announce(Ready(facts=facts, ports=servers.ports, metrics_port=port, admin_port=admin))
-        _run_until_closed(stack, services.keep())
-        _run_until_closed(stack, collect_when_idle(lambda: not core.engine.running_jobs))
+        run_until_closed(stack, services.keep())
+        run_until_closed(stack, collect_when_idle(lambda: not core.engine.running_jobs))
         await _until_drained(core, signals, gate, config.server)
 
 
@@ -213,10 +214,6 @@ def _call_threads(weights: Mapping[str, float]) -> Generator[CallThreads]:
     ):
         queue = CompileQueue(compiling, threads=COMPILE_THREADS, weights=weights)
         yield CallThreads(short=short, long=long, compile_queue=queue)
-
-
-def _run_until_closed(stack: AsyncExitStack, work: Coroutine[None, None, None]) -> None:
-    stack.callback(asyncio.create_task(work).cancel)
 
 
 def _servers(

@@ -211,10 +211,11 @@ class StepLoop:
     def _answer(self, ask: Ask) -> None:
         if not ask.reply.set_running_or_notify_cancel():
             return
-        if self._attached is None:
+        if self._attached is not None:
+            self._guard(self._observe_results)
+        if self._attached is None:  # or not any more
             ask.reply.set_exception(NotReady("no worker is ready; retry in a moment"))
             return
-        self._observe_results()
         try:
             answer = ask.question(self._attached.batcher)
         except Exception as error:  # it belongs to the one who asked

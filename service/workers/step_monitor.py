@@ -38,6 +38,8 @@ async def watch_step_loop(
             pass  # it answers; there is no worker
         except TimeoutError:
             answered = False
+        except Exception:  # it answers that it cannot say
+            _log.exception("the load is not known")
         if answered != alive:
             alive = answered
             health.set_alive(alive)

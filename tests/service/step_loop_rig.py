@@ -177,18 +177,24 @@ class Rig:
         self.news: queue.SimpleQueue[list[Event]] = queue.SimpleQueue()
         self.losses: queue.SimpleQueue[tuple[int, str]] = queue.SimpleQueue()
         self.observed: list[int] = []
+        self.fault_of_observer: Exception | None = None
         self.senders: list[str] = []  # threads that sent plans
         self.batchers: list[CountingBatcher] = []
         self.loop = StepLoop(
             self.inbox,
             make_batcher=self._make_batcher,
-            observe=lambda result, load: self.observed.append(result.step_id),
+            observe=self._observe,
             step_timeout=StepTimeout(least_s=step_timeout_s, most_s=step_timeout_s),
         )
         self.loop.start(deliver=self.news.put, worker_lost=self._note_loss)
 
     def _note_loss(self, generation: int, reason: str) -> None:
         self.losses.put((generation, reason))
+
+    def _observe(self, result: worker_pb2.StepResult, load: Load) -> None:
+        if self.fault_of_observer is not None:
+            raise self.fault_of_observer
+        self.observed.append(result.step_id)
 
     def _make_batcher(self, facts: WorkerFacts) -> CountingBatcher:
         self.batchers.append(CountingBatcher(facts))

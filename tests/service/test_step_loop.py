@@ -212,6 +212,17 @@ def test_a_question_that_fails_harms_nobody_else(rig: Rig) -> None:
     assert [event.request_id for event in rig.next_news()] == ["a"]
 
 
+def test_who_asks_hears_of_a_fault_in_what_counts_results(rig: Rig) -> None:
+    rig.attach(steps_in_flight=1)
+    rig.submit(job("a"))
+    rig.answer(rig.next_plan())
+    rig.next_news()
+    rig.fault_of_observer = ValueError("no such label")
+    with pytest.raises(NotReady):
+        rig.ask(lambda batcher: batcher.load())
+    assert "no such label" in rig.losses.get(timeout=PATIENCE_S)[1]
+
+
 def test_a_cancelled_job_is_not_planned_again(rig: Rig) -> None:
     rig.attach(steps_in_flight=1)
     rig.submit(job("a", tokens=5))

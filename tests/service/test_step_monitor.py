@@ -73,6 +73,26 @@ async def test_a_step_loop_without_a_worker_is_alive() -> None:
     watching.cancel()
 
 
+async def test_a_watch_goes_on_after_a_fault_of_what_it_is_told() -> None:
+    inbox, told = Inbox(), 0
+
+    def record(load: Load) -> None:
+        nonlocal told
+        told += 1
+        raise ValueError("a fault")
+
+    health = Health([], note_serving=lambda serving: None)
+    watching = asyncio.create_task(
+        watch_step_loop(ThreadedEngine(inbox), health, record, period_s=0.01, patience_s=30.0)
+    )
+    async with asyncio.timeout(20):
+        while told < 2:
+            if (reply := next_reply(inbox)) is not None:
+                reply.set_result(LOAD)
+            await asyncio.sleep(0.001)
+    watching.cancel()
+
+
 @pytest.mark.parametrize("turns", range(8))
 async def test_a_watch_ends_when_cancelled_at_the_moment_of_an_answer(turns: int) -> None:
     """A drain waits for it: one that goes on holds the server up for good."""

@@ -22,6 +22,14 @@ from triton.runtime.jit import JITFunction
 from stemserve.kernels.attention_state import AttentionState, LayerKV
 from stemserve.kernels.codec.decode import CodecDecode, DecodeNumbers
 from stemserve.kernels.flashinfer_paths.level_merge import LevelMerge, LevelParts
+from stemserve.kernels.fused.burst import (
+    RESULTS,
+    BurstRows,
+    BurstShape,
+    StepDraws,
+    advance,
+    record,
+)
 from stemserve.kernels.layout import AttentionLayout, HeadShape, int32
 from stemserve.kernels.merge import RowMerge
 from stemserve.kernels.page_gather import TokenCopy
@@ -103,6 +111,17 @@ def draws(size: int) -> None:
     draw_tokens(torch.zeros(size, VOCAB), SlotTables(40, CPU), slots, slots.clone())
 
 
+def bursts(size: int) -> None:
+    shape = BurstShape(rows=size, steps=8, growth=100)
+    rows = BurstRows.empty(size, CPU)
+    inputs = torch.zeros(shape.tables_at + 64, dtype=torch.int32)
+    last_token = torch.zeros(41, dtype=torch.int64)
+    advance(inputs, shape, last_token, rows)
+    draws = StepDraws(torch.zeros(size, dtype=torch.int64), torch.zeros(size))
+    results = torch.zeros(shape.steps, RESULTS, size, dtype=torch.int32)
+    record(inputs, draws, rows.sample_slots, last_token, results, VOCAB)
+
+
 def decode() -> None:
     """The tree kernel of eager steps, and all merges."""
     codec = CodecDecode(HEADS, CPU, DecodeNumbers(dtype=BF16), BINS, hopper=False)
@@ -147,12 +166,14 @@ def main(what: str) -> None:
         for size in SIZES:
             copies_and_merges(size)
             draws(size)
+            bursts(size)
     else:
         starts: tuple[Callable[[], None], ...] = (
             decode,
             dense,
             lambda: copies_and_merges(3),
             lambda: draws(4),
+            lambda: bursts(4),
         )
         for start in starts:
             start()

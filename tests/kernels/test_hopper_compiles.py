@@ -34,10 +34,18 @@ def test_one_program_serves_steps_of_any_size(tmp_path: Path) -> None:
         "scan_kernel": 1,
         "settle_kernel": 1,
         "weigh_kernel": 1,
+        "advance_kernel": 1,
+        "record_kernel": 1,
     }
 
 
 def test_what_a_worker_compiles_when_it_starts_compiles_for_an_h200(tmp_path: Path) -> None:
     found = compiled("start", tmp_path)
     assert found["merge_kernel"] == 9
-    assert found.keys() >= {"tree_kernel", "dense_kernel", "row_kernel", "gather_tokens"}
+    assert found.keys() >= {
+        "tree_kernel",
+        "dense_kernel",
+        "row_kernel",
+        "gather_tokens",
+        "record_kernel",
+    }

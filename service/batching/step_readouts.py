@@ -5,9 +5,16 @@ from collections.abc import Sequence
 import numpy as np
 
 from stemserve.proto.v1 import worker_pb2
-from stemserve.service.batching.plan_arrays import indptr_of, join_int32, pack_int32
+from stemserve.service.batching.plan_arrays import (
+    indptr_of,
+    join_int32,
+    pack_int32,
+    repeated_int32,
+)
 from stemserve.service.constraints.allowed import Allowed, AllowedBits
 from stemserve.service.request import Int32
+
+NO_SLICES = repeated_int32(0, 1)
 
 
 class StepReadouts:
@@ -79,9 +86,11 @@ class StepReadouts:
         return np.array(self._sample_rows, np.int32)
 
     def write(self, plan: worker_pb2.StepPlan) -> None:
-        plan.gather_rows = pack_int32(self.gather_rows)
-        plan.gather_indptr = pack_int32(indptr_of(join_int32(self._gather_lengths)))
-        plan.gather_ids = pack_int32(join_int32(self._gather_ids))
+        plan.gather_indptr = NO_SLICES
+        if self._gather_rows:
+            plan.gather_rows = pack_int32(self.gather_rows)
+            plan.gather_indptr = pack_int32(indptr_of(join_int32(self._gather_lengths)))
+            plan.gather_ids = pack_int32(join_int32(self._gather_ids))
         if self._classify_rows:
             plan.classify_rows = pack_int32(self.classify_rows)
         if self._sample_rows:

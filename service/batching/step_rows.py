@@ -15,7 +15,12 @@ from stemserve.service.batching.plan_arrays import (
     pack_parts,
     repeated_int32,
 )
-from stemserve.service.batching.prefix_forest import ForestMemory, StoredChain, are_one
+from stemserve.service.batching.prefix_forest import (
+    ForestMemory,
+    PrefixForest,
+    StoredChain,
+    are_one,
+)
 from stemserve.service.request import Int32
 
 DECODE = worker_pb2.SEGMENT_KIND_DECODE
@@ -152,6 +157,10 @@ class StepRows:
         return self._add(_Segments(tokens, positions, slots, lengths, kind, kernel, chain))
 
     def write(self, plan: worker_pb2.StepPlan) -> None:
+        branches = self._decodes.branches
+        if len(branches) == 1 and isinstance(branches[0], BeamRows) and not self._segments:
+            self._write_beams(plan, branches[0])
+            return
         if self.repeat > 1:
             plan.repeat = self.repeat
             plan.row_steps = pack_int32(self._decodes.steps)
@@ -193,23 +202,30 @@ class StepRows:
         if stored and not self.num_decodes and are_one(stored):
             self._write_node(plan, stored[0])
             return
-        branches = self._decodes.branches
-        if len(branches) == 1 and isinstance(branches[0], BeamRows) and not stored:
-            forest = branches[0].forest(self._page_size)
-        else:
-            forest = self._forests.build(self._decodes.chains + stored)
+        forest = self._forests.build(self._decodes.chains + stored)
         if self.repeat > 1:  # each row has a leaf of its own
             forest.node_tokens[forest.chain_node] -= self._decodes.steps - 1
-        plan.node_parent = pack_int32(forest.node_parent)
-        plan.node_page_indptr = pack_int32(forest.node_page_indptr)
-        plan.node_pages = pack_int32(forest.node_pages)
-        plan.node_tokens = pack_int32(forest.node_tokens)
+        _write_nodes(plan, forest)
         nodes = [pack_int32(forest.chain_node[: self.num_decodes])]
         chain_nodes = iter(forest.chain_node[self.num_decodes :].tolist())
         for segments in self._segments:
             node = -1 if segments.chain is None else next(chain_nodes)
             nodes.append(repeated_int32(node, len(segments.lengths)))
         plan.segment_node = b"".join(nodes)
+
+    def _write_beams(self, plan: worker_pb2.StepPlan, beams: BeamRows) -> None:
+        """Of a step with nothing else: as they are alike, in fewer calls."""
+        rows, position = self.num_rows, beams.tokens - 1
+        plan.token_ids = pack_int32(self._decodes.tokens)
+        plan.positions = repeated_int32(position, rows)
+        offset = position % self._page_size
+        plan.kv_slots = pack_int32(beams.own[:, -1] * self._page_size + offset)
+        plan.segment_indptr = pack_int32(np.arange(rows + 1, dtype=np.int32))
+        plan.segment_kind = repeated_int32(DECODE, rows)
+        plan.segment_kernel = repeated_int32(self._decodes.kernels[0], rows)
+        forest = beams.forest(self._page_size)
+        plan.segment_node = pack_int32(forest.chain_node)
+        _write_nodes(plan, forest)
 
     def _write_node(self, plan: worker_pb2.StepPlan, chain: StoredChain) -> None:
         """A forest of one node, above all segments that have a chain."""
@@ -221,3 +237,10 @@ class StepRows:
         plan.segment_node = b"".join(
             repeated_int32(-1 if s.chain is None else 0, len(s.lengths)) for s in self._segments
         )
+
+
+def _write_nodes(plan: worker_pb2.StepPlan, forest: PrefixForest) -> None:
+    plan.node_parent = pack_int32(forest.node_parent)
+    plan.node_page_indptr = pack_int32(forest.node_page_indptr)
+    plan.node_pages = pack_int32(forest.node_pages)
+    plan.node_tokens = pack_int32(forest.node_tokens)

@@ -17,6 +17,10 @@ from stemserve.service.batching.step_builder import StepBuilder
 from stemserve.service.request import Int32, Realm
 
 PAGE = 4
+ROW_ARRAYS = (
+    *("token_ids", "positions", "kv_slots"),
+    *("segment_indptr", "segment_kind", "segment_kernel"),
+)
 Stored = dict[int, list[int]]  # tokens of each page
 
 
@@ -166,3 +170,23 @@ def test_beams_without_a_page_wait_for_one(rng: random.Random) -> None:
     step.pages_blocked = True
     assert search.pages.prepare(2, 5, 8, step) == 2
     search.end()
+
+
+def test_beams_alone_are_written_as_beside_others(rng: random.Random) -> None:
+    search = Search(rng, prompt=rng.randrange(1, 20), most=9, kv_pages=60)
+    search.fork(5)
+    rows, plan = search.step(99)
+    tokens = unpack_int32(plan.token_ids).tolist()
+    plans: list[worker_pb2.StepPlan] = []
+    for others in (0, 1):
+        step = search.new_step()
+        step.rows.add_beams(tokens, rows, 3)
+        one: Int32 = np.ones(others, np.int32)
+        if others:
+            step.rows.add_items(one, one - 1, one, None, 0)
+        plans.append(worker_pb2.StepPlan())
+        step.rows.write(plans[-1])
+    for name in ROW_ARRAYS:
+        alone, beside = (unpack_int32(getattr(plan, name)).tolist() for plan in plans)
+        assert alone == beside[:-1] and len(alone) in (5, 6)
+    assert unpack_int32(plans[0].positions).tolist() == [len(search.prompt)] * 5

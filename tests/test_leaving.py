@@ -20,6 +20,9 @@ class Sender:
 
 sys.meta_path.insert(0, Sender())
 sys.argv[1:] = ["--help"]
+# Not as they were found: what runs in the background of a shell ignores SIGINT.
+signal.signal(signal.SIGINT, signal.default_int_handler)
+signal.signal(signal.SIGTERM, signal.SIG_DFL)
 if how == "ignored":
     signal.signal(int(number), signal.SIG_IGN)
 if module == "stemserve.service.cli":

@@ -69,8 +69,11 @@ def test_the_scores_of_a_row_are_those_of_its_first_round(target: Target) -> Non
 
 def test_a_generate_row_has_times_of_all_tokens(target: Target) -> None:
     measured = measure(target, DECODE_ROW)
-    assert measured.failures == 0, measured.first_failure
-    assert measured.ours_ms is not None and measured.ours_ms > 0
+    if measured.first_failure.endswith("the machine is not quiet"):  # which is no fault of the row
+        assert measured.failures == 1 and measured.ours_ms is None
+    else:
+        assert measured.failures == 0, measured.first_failure
+        assert measured.ours_ms is not None and measured.ours_ms > 0
     assert len(measured.rounds_ms) == QUICK.decode
     assert measured.logprobs.shape == (3,)
     # On a busy machine all tokens of a call may come in one message.

@@ -144,6 +144,7 @@ async def test_b50_a_score_call_of_thousands_of_items_stops_in_the_middle(
     call = asyncio.create_task(client.score(items, LIKELIHOOD, query="q"))
     async with asyncio.timeout(30):
         while (await scrape(ports))[PREFILL_STEPS] < before[PREFILL_STEPS] + 5:
+            assert not call.done(), call
             await asyncio.sleep(0)
     call.cancel()
     await asyncio.gather(call, return_exceptions=True)

@@ -83,6 +83,8 @@ class WorkerConfig:
     def __post_init__(self) -> None:
         if self.tls is not None and self.unix_path is not None:
             raise ConfigError("--tls-certificate is for --listen HOST:PORT, not for unix:/path")
+        if self.tls is not None and (missing := self.tls.missing()):
+            raise ConfigError(f"{missing} is not a file")
         if self.unix_path is None and not re.fullmatch(r".+:\d{1,5}", self.listen):
             raise ConfigError(f"--listen {self.listen!r} is neither unix:/path nor host:port")
         if self.health_listen is not None and not re.fullmatch(r".+:\d{1,5}", self.health_listen):

@@ -15,6 +15,16 @@ class TlsFiles:
     private_key: Path
     client_ca: Path | None  # demand a client certificate that this signed
 
+    def missing(self) -> str | None:
+        """The flag and the path of a file that is not there."""
+        named = {
+            "--tls-certificate": self.certificate,
+            "--tls-private-key": self.private_key,
+            "--tls-client-ca": self.client_ca,
+        }
+        wrong = (f"{flag} {path}" for flag, path in named.items() if path and not path.is_file())
+        return next(wrong, None)
+
     def credentials(self) -> grpc.ServerCredentials:
         """Raises OSError if a file cannot be read."""
         fetch: Any = self._configuration  # the stubs want a type that gRPC never makes

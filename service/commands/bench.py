@@ -5,6 +5,7 @@ import shlex
 import sys
 from dataclasses import replace
 from enum import StrEnum
+from http.client import HTTPException
 from pathlib import Path
 from typing import Annotated
 
@@ -17,6 +18,7 @@ from stemserve.service.bench.models import SHAPES
 from stemserve.service.bench.open_loop import OpenLoop
 from stemserve.service.bench.rows import BASELINES, UNSHARED, Row, chosen, for_server
 from stemserve.service.bench.run import report, run
+from stemserve.service.bench.scrape import scrape
 from stemserve.service.bench.server_process import ServerFailed
 from stemserve.service.bench.suite import Running, SuitePlan
 from stemserve.service.bench.target import FULL, QUICK, describe
@@ -24,6 +26,7 @@ from stemserve.service.client.errors import ClientError
 from stemserve.service.commands.call import check_server
 from stemserve.service.commands.failure import fail, fail_call
 
+METRICS = "http://HOST:9400/metrics"
 QUICK_SECONDS = 3.0  # of a rate of the open loop
 
 
@@ -54,7 +57,7 @@ def bench(
         str | None,
         typer.Option(
             metavar="URL",
-            help="Its metrics, as http://HOST:9400/metrics; without it there is no GPU-idle.",
+            help=f"Its metrics, as {METRICS}; without it there is no GPU-idle.",
         ),
     ] = None,
     serve_options: Annotated[
@@ -74,7 +77,7 @@ def bench(
         bool, typer.Option("--quick", help="Fewer repeats and shorter rates.")
     ] = False,
     seed: Annotated[
-        int | None, typer.Option(help="Of the token ids; a fresh one if absent.")
+        int | None, typer.Option(help="Of the token ids; a fresh one if absent.", min=0)
     ] = None,
     output: Annotated[
         Path | None,
@@ -103,8 +106,7 @@ def bench(
         print(*(row.name for row in (*every_row, loop)), sep="\n")
         return
     only_loop = suite is SuiteName.OPEN_LOOP
-    if server is not None:
-        check_server(server)
+    _check(server, metrics, output)
     wanted: tuple[Row, ...] = () if only_loop else chosen(every_row, rows or ())
     loops = (loop,) if only_loop else chosen((loop,), rows or ())
     if not wanted and not loops:
@@ -116,7 +118,7 @@ def bench(
         seed=secrets.randbelow(1 << 31) if seed is None else seed,
         clients=clients,
         repeats=QUICK if quick else FULL,
-        serve_options=shlex.split(serve_options),
+        serve_options=_words(serve_options),
         folders=checkpoints,
         random_weights=checkpoints is None,
         log=log,
@@ -133,6 +135,28 @@ def bench(
         fail_call(error, server or "the server that was started")
     report(result, Console())
     print(f"wrote {plan.output}")
+
+
+def _check(server: str | None, metrics: str | None, output: Path | None) -> None:
+    """Before minutes are spent."""
+    if server is not None:
+        check_server(server)
+    if metrics is not None:
+        if not metrics.startswith(("http://", "https://")):
+            raise typer.BadParameter(f"--metrics {metrics!r} is not a URL, as {METRICS}")
+        try:
+            scrape(metrics)
+        except (OSError, ValueError, HTTPException) as error:
+            fail(f"--metrics {metrics}: {error}")
+    if output is not None and output.is_dir():
+        raise typer.BadParameter(f"--output {output} is a folder; name a file in it")
+
+
+def _words(options: str) -> list[str]:
+    try:
+        return shlex.split(options)
+    except ValueError as error:
+        raise typer.BadParameter(f"--serve-options {options!r}: {error}") from error
 
 
 def of_server(plan: SuitePlan, server: Running) -> SuitePlan:

@@ -12,6 +12,7 @@ from stemserve.service.commands.failure import say
 
 CANNOT_WRITE = 1
 WRONG_USAGE = 2
+OF_OUTPUT = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EBADF)
 
 
 def run() -> NoReturn:
@@ -55,9 +56,10 @@ def _decoded(argument: str) -> str:
 
 
 def _end(error: OSError) -> NoReturn:
-    """Nobody reads on, as behind `head`, or the disk is full."""
+    """Mostly nobody reads on, as behind `head`, or the disk is full."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for the flush at the end
-    if error.errno != errno.EPIPE:
-        where = "standard output" if error.filename is None else error.filename
-        say(f"cannot write to {where}: {error.strerror}")
+    if error.errno in OF_OUTPUT and error.filename is None:
+        say(f"cannot write to standard output: {error.strerror}")
+    elif error.errno != errno.EPIPE:
+        say(str(error))
     sys.exit(CANNOT_WRITE)

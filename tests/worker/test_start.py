@@ -68,6 +68,17 @@ def test_pages_of_a_size_that_no_kernel_takes_are_refused(
         check_page_size(taken, torch.device(device))
 
 
+def test_a_file_of_tls_that_is_not_there_is_named_before_the_model_is_loaded(
+    folder: Path, costs_file: Path
+) -> None:
+    given = ["--listen", "127.0.0.1:0", "--model", str(folder)]
+    given += ["--tls-private-key", str(costs_file), "--tls-certificate"]
+    with pytest.raises(ConfigError, match="--tls-certificate /nowhere is not a file"):
+        parse_config([*given, "/nowhere"])
+    with pytest.raises(ConfigError, match="--tls-client-ca / is not a file"):
+        parse_config([*given, str(costs_file), "--tls-client-ca", "/"])
+
+
 def test_flags_have_the_documented_defaults(folder: Path) -> None:
     found = config(folder)
     assert (found.page_size, found.load_format, found.kernel) == (16, LoadFormat.AUTO, None)

@@ -6,7 +6,8 @@ import os
 import signal
 from collections.abc import AsyncGenerator, Callable, Coroutine
 from contextlib import asynccontextmanager
-from typing import Any, Self, TypeVar
+from types import FrameType
+from typing import Any, NoReturn, Self, TypeVar
 
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 _log = logging.getLogger(__name__)
@@ -28,17 +29,21 @@ class StopSignals:
         """`end_now` releases what must not outlive the process."""
         signals = cls(end_now)
         loop = asyncio.get_running_loop()
+        before = {number: signal.getsignal(number) for number in _SIGNALS}
         for number in _SIGNALS:
             loop.add_signal_handler(number, signals._on_signal, number)
         try:
             yield signals
         finally:
-            for number in _SIGNALS:
+            for number, handler in before.items():
                 loop.remove_signal_handler(number)
+                signal.signal(number, handler)
 
     def ask(self) -> None:
-        """As a first signal does."""
+        """As a first signal does. The next one is not for the loop, which may wait for a thread."""
         self._asked.set()
+        for number in _SIGNALS:
+            signal.signal(number, self._end)
 
     async def wait(self) -> None:
         await self._asked.wait()
@@ -56,9 +61,14 @@ class StopSignals:
         raise Stopped
 
     def _on_signal(self, number: int) -> None:
-        if self._asked.is_set():
+        if self._asked.is_set():  # both came before the loop's turn
+            self._end(number)
+        _log.info("%s: draining", signal.Signals(number).name)
+        self.ask()
+
+    def _end(self, number: int, frame: FrameType | None = None) -> NoReturn:
+        try:
             _log.warning("second %s: ending at once", signal.Signals(number).name)
             self._end_now()
+        finally:  # it may have come in the middle of a line of the log
             os._exit(128 + number)
-        _log.info("%s: draining", signal.Signals(number).name)
-        self._asked.set()

@@ -14,7 +14,7 @@ from stemserve.kernels.strategy import Phase
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 DIVISION = Division()
-# Triton's interpreter truncates to bfloat16, which doubles the error of a weight: 5.3e-3 in the median.
+# The interpreter truncates to bfloat16, which doubles the error of a weight: 5.3e-3 (median).
 BFLOAT16_ERROR = 6e-3 if DEVICE.type == "cuda" else 8e-3
 ERROR = {torch.float32: 1e-6, torch.float16: 1e-3, torch.bfloat16: BFLOAT16_ERROR}
 

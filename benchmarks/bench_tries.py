@@ -16,8 +16,8 @@ import torch
 
 from stemserve.kernels.layout import Int32, int32
 from stemserve.proto.v1 import worker_pb2
-from stemserve.service.batching.beam_guides import BeamGuides
-from stemserve.service.batching.step_readouts import StepReadouts
+from stemserve.service.batching.beams.beam_guides import BeamGuides
+from stemserve.service.batching.steps.step_readouts import StepReadouts
 from stemserve.service.constraints.token_trie import TokenTrie, build_trie
 from stemserve.service.packed_tokens import PackedTokens, offsets
 from stemserve.worker.sampling.params import decode_masks, decode_sampler

@@ -17,10 +17,10 @@ from stemserve.proto.v1 import inference_pb2, worker_pb2
 from stemserve.service.batching.batcher import Batcher, BatcherLimits
 from stemserve.service.caller import ANYONE
 from stemserve.service.calls.context_encoder import ContextEncoder
-from stemserve.service.calls.prefix_registry import PrefixRegistry, RegistryBounds
-from stemserve.service.calls.score_answer import score_response
-from stemserve.service.calls.score_encoder import ScoreEncoder
-from stemserve.service.calls.scoring import plan_score, score_job
+from stemserve.service.calls.prefixes.prefix_registry import PrefixRegistry, RegistryBounds
+from stemserve.service.calls.scores.score_answer import score_response
+from stemserve.service.calls.scores.score_encoder import ScoreEncoder
+from stemserve.service.calls.scores.scoring import plan_score, score_job
 from stemserve.service.client import decoding, token_blob
 from stemserve.service.limits import Limits
 from stemserve.service.packed_tokens import pack

@@ -16,9 +16,9 @@ from prometheus_client import CollectorRegistry, ProcessCollector
 
 import stemserve
 from stemserve.leaving import leaves_quietly
-from stemserve.service.batching.admission import TenantShare
 from stemserve.service.batching.batcher import Batcher, BatcherLimits
-from stemserve.service.batching.speculation import DraftPolicy
+from stemserve.service.batching.queue.admission import TenantShare
+from stemserve.service.batching.samples.speculation import DraftPolicy
 from stemserve.service.calls.admin_servicer import AdminServicer
 from stemserve.service.calls.services import SERVICES, CallThreads, Services
 from stemserve.service.config.server import ServerConfig, ServiceConfig

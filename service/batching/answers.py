@@ -4,12 +4,12 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 
 from stemserve.proto.v1 import worker_pb2
-from stemserve.service.batching.admission import Admission
-from stemserve.service.batching.decoding_progress import DecodingProgress
-from stemserve.service.batching.job_progress import JobProgress, KvByRow
-from stemserve.service.batching.job_table import JobTable
-from stemserve.service.batching.step_builder import IssuedStep
-from stemserve.service.batching.step_outputs import StepOutputs
+from stemserve.service.batching.jobs.decoding_progress import DecodingProgress
+from stemserve.service.batching.jobs.job_progress import JobProgress, KvByRow
+from stemserve.service.batching.queue.admission import Admission
+from stemserve.service.batching.queue.job_table import JobTable
+from stemserve.service.batching.steps.step_builder import IssuedStep
+from stemserve.service.batching.steps.step_outputs import StepOutputs
 from stemserve.service.request import Event, GenerateChunk, JobFailed
 
 

@@ -8,29 +8,29 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 
 from stemserve.proto.v1 import worker_pb2
-from stemserve.service.batching.admission import CACHED_CHARGE, Admission
-from stemserve.service.batching.admission import BatcherLimits as BatcherLimits
 from stemserve.service.batching.answers import Answers
-from stemserve.service.batching.burst_size import BurstSize
-from stemserve.service.batching.deadlines import Deadlines
 from stemserve.service.batching.explain_plan import ExplainedPlan as ExplainedPlan
 from stemserve.service.batching.explain_plan import copy_residents, explain_steps
-from stemserve.service.batching.generate_progress import GenerateProgress
 from stemserve.service.batching.job_intake import JobIntake
-from stemserve.service.batching.job_table import JobTable
-from stemserve.service.batching.kv_cache import KvCache
 from stemserve.service.batching.load_of import load_of
 from stemserve.service.batching.mask_work import MaskWork, Run, run_here
-from stemserve.service.batching.pins import Pins
-from stemserve.service.batching.places import Places
-from stemserve.service.batching.plan_arrays import unpack_int32
-from stemserve.service.batching.prefix_forest import ForestMemory
-from stemserve.service.batching.sampler_slots import SamplerSlots
-from stemserve.service.batching.step_budget import StepBudget
-from stemserve.service.batching.step_builder import IssuedStep, StepBuilder
+from stemserve.service.batching.pages.kv_cache import KvCache
+from stemserve.service.batching.pages.pins import Pins
+from stemserve.service.batching.pages.places import Places
+from stemserve.service.batching.pages.sampler_slots import SamplerSlots
+from stemserve.service.batching.queue.admission import CACHED_CHARGE, Admission
+from stemserve.service.batching.queue.admission import BatcherLimits as BatcherLimits
+from stemserve.service.batching.queue.deadlines import Deadlines
+from stemserve.service.batching.queue.job_table import JobTable
+from stemserve.service.batching.samples.generate_progress import GenerateProgress
 from stemserve.service.batching.step_failure import split_step, undo_step
-from stemserve.service.batching.step_outputs import read_outputs
 from stemserve.service.batching.step_planner import StepPlanner
+from stemserve.service.batching.steps.burst_size import BurstSize
+from stemserve.service.batching.steps.plan_arrays import unpack_int32
+from stemserve.service.batching.steps.prefix_forest import ForestMemory
+from stemserve.service.batching.steps.step_budget import StepBudget
+from stemserve.service.batching.steps.step_builder import IssuedStep, StepBuilder
+from stemserve.service.batching.steps.step_outputs import read_outputs
 from stemserve.service.errors import EngineFault, InvalidRequest, NeverFits, RequestError
 from stemserve.service.request import Event, GenerateJob, Int32, Job, Load, Realm, WorkerFacts
 

@@ -6,9 +6,9 @@ from typing import Protocol
 import numpy as np
 
 from stemserve.proto.v1 import worker_pb2
-from stemserve.service.batching.kv_cache import KvCache
-from stemserve.service.batching.plan_arrays import pack_float32, pack_int32, unpack_int32
-from stemserve.service.batching.step_builder import StepBuilder
+from stemserve.service.batching.pages.kv_cache import KvCache
+from stemserve.service.batching.steps.plan_arrays import pack_float32, pack_int32, unpack_int32
+from stemserve.service.batching.steps.step_builder import StepBuilder
 from stemserve.service.request import Event, GenerateJob, Int32, Job, stored_sequences
 
 # A plan, and for each node of its forest how many of its tokens are in the cache.

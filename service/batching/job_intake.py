@@ -3,16 +3,16 @@
 from collections.abc import Callable
 from dataclasses import replace
 
-from stemserve.service.batching.admission import Admission, Backlog, BatcherLimits, Demand
-from stemserve.service.batching.beam_progress import BeamProgress, beam_pages
-from stemserve.service.batching.generate_progress import GenerateProgress
-from stemserve.service.batching.job_progress import JobProgress, Ticket
-from stemserve.service.batching.job_table import JobTable
+from stemserve.service.batching.beams.beam_progress import BeamProgress, beam_pages
+from stemserve.service.batching.jobs.job_progress import JobProgress, Ticket
 from stemserve.service.batching.mask_work import MaskWork
-from stemserve.service.batching.places import Places
-from stemserve.service.batching.sample_pages import generate_pages
-from stemserve.service.batching.score_layout import ScoreLayout, lay_out
-from stemserve.service.batching.score_progress import ScoreProgress, context_pages
+from stemserve.service.batching.pages.places import Places
+from stemserve.service.batching.queue.admission import Admission, Backlog, BatcherLimits, Demand
+from stemserve.service.batching.queue.job_table import JobTable
+from stemserve.service.batching.samples.generate_progress import GenerateProgress
+from stemserve.service.batching.samples.sample_pages import generate_pages
+from stemserve.service.batching.scores.score_layout import ScoreLayout, lay_out
+from stemserve.service.batching.scores.score_progress import ScoreProgress, context_pages
 from stemserve.service.request import BeamSpec, GenerateJob, Job, ScoreJob
 
 

@@ -1,8 +1,8 @@
 """What the gauges and GetLoad say of an engine."""
 
-from stemserve.service.batching.job_table import JobTable
-from stemserve.service.batching.kv_cache import KvCache
-from stemserve.service.batching.pins import Pins
+from stemserve.service.batching.pages.kv_cache import KvCache
+from stemserve.service.batching.pages.pins import Pins
+from stemserve.service.batching.queue.job_table import JobTable
 from stemserve.service.batching.step_planner import StepPlanner
 from stemserve.service.request import Load
 

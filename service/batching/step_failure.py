@@ -3,9 +3,9 @@
 from collections.abc import Callable, Iterable, Set
 from dataclasses import replace
 
-from stemserve.service.batching.job_progress import JobProgress
-from stemserve.service.batching.page_node import PageNode
-from stemserve.service.batching.step_builder import IssuedStep
+from stemserve.service.batching.jobs.job_progress import JobProgress
+from stemserve.service.batching.pages.page_node import PageNode
+from stemserve.service.batching.steps.step_builder import IssuedStep
 
 
 def undo_step(

@@ -7,15 +7,15 @@ rows waits behind thousands.
 from collections.abc import Iterator, Sequence
 from heapq import merge
 
-from stemserve.service.batching.admission import BatcherLimits
-from stemserve.service.batching.burst_size import BurstSize
-from stemserve.service.batching.decoding_progress import DecodingProgress
-from stemserve.service.batching.job_progress import JobProgress
-from stemserve.service.batching.job_table import JobTable
-from stemserve.service.batching.kv_cache import KvCache
-from stemserve.service.batching.sequence import pages_for
-from stemserve.service.batching.speculation import Speculation, Stage
-from stemserve.service.batching.step_builder import IssuedStep, StepBuilder
+from stemserve.service.batching.jobs.decoding_progress import DecodingProgress
+from stemserve.service.batching.jobs.job_progress import JobProgress
+from stemserve.service.batching.pages.kv_cache import KvCache
+from stemserve.service.batching.pages.sequence import pages_for
+from stemserve.service.batching.queue.admission import BatcherLimits
+from stemserve.service.batching.queue.job_table import JobTable
+from stemserve.service.batching.samples.speculation import Speculation, Stage
+from stemserve.service.batching.steps.burst_size import BurstSize
+from stemserve.service.batching.steps.step_builder import IssuedStep, StepBuilder
 
 # Biases and bans of a step; those of the last job in it may come on top.
 MAX_SAMPLER_BYTES = 16 << 20

@@ -8,7 +8,7 @@ import numpy as np
 from stemserve.proto.v1 import inference_pb2
 from stemserve.service.caller import Caller
 from stemserve.service.calls.chat_prompt import ChatPrompts
-from stemserve.service.calls.prefix_registry import PrefixRegistry, RegisteredPrefix
+from stemserve.service.calls.prefixes.prefix_registry import PrefixRegistry, RegisteredPrefix
 from stemserve.service.calls.validation import check_tokens
 from stemserve.service.calls.wire_tokens import TOKEN_BYTES, check_known, decode_tokens
 from stemserve.service.limits import Limits

@@ -11,9 +11,9 @@ import grpc
 from stemserve.proto.v1 import inference_pb2, inference_pb2_grpc
 from stemserve.service.call_facts import current_call
 from stemserve.service.caller import current_caller
-from stemserve.service.calls.generate_runner import GenerateRunner
-from stemserve.service.calls.score_runner import ScoreRunner
-from stemserve.service.calls.score_stream import Requests, ScoreStreamCalls
+from stemserve.service.calls.generation.generate_runner import GenerateRunner
+from stemserve.service.calls.scores.score_runner import ScoreRunner
+from stemserve.service.calls.scores.score_stream import Requests, ScoreStreamCalls
 from stemserve.service.errors import InvalidRequest, RequestError
 from stemserve.service.metrics.call_metrics import Metrics
 from stemserve.service.serving.call_status import Context, remaining_deadline

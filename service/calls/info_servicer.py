@@ -6,9 +6,9 @@ from dataclasses import asdict
 from stemserve.proto.v1 import info_pb2, info_pb2_grpc
 from stemserve.service.caller import current_caller
 from stemserve.service.calls.explanation import explained_step
-from stemserve.service.calls.generate_runner import GenerateRunner
-from stemserve.service.calls.prefix_registry import PrefixRegistry
-from stemserve.service.calls.score_runner import ScoreRunner
+from stemserve.service.calls.generation.generate_runner import GenerateRunner
+from stemserve.service.calls.prefixes.prefix_registry import PrefixRegistry
+from stemserve.service.calls.scores.score_runner import ScoreRunner
 from stemserve.service.engine import Engine
 from stemserve.service.errors import InvalidRequest, QueueFull
 from stemserve.service.limits import Limits

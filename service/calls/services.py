@@ -23,17 +23,17 @@ from stemserve.proto.v1 import (
 )
 from stemserve.service.caller import current_caller
 from stemserve.service.calls.context_encoder import ContextEncoder
-from stemserve.service.calls.generate_runner import GenerateRunner
-from stemserve.service.calls.generation import GenerateEncoder
+from stemserve.service.calls.generation.generate_runner import GenerateRunner
+from stemserve.service.calls.generation.generation import GenerateEncoder
+from stemserve.service.calls.generation.request_constraints import RequestConstraints
 from stemserve.service.calls.inference_servicer import InferenceServicer
 from stemserve.service.calls.info_servicer import InfoServicer
-from stemserve.service.calls.prefix_keeper import PrefixKeeper
-from stemserve.service.calls.prefix_registry import PrefixRegistry, RegistryBounds
-from stemserve.service.calls.prefixes_servicer import PrefixesServicer
-from stemserve.service.calls.request_constraints import RequestConstraints
-from stemserve.service.calls.score_encoder import ScoreEncoder
-from stemserve.service.calls.score_runner import ScoreRunner
-from stemserve.service.calls.trie_parts import TrieParts
+from stemserve.service.calls.prefixes.prefix_keeper import PrefixKeeper
+from stemserve.service.calls.prefixes.prefix_registry import PrefixRegistry, RegistryBounds
+from stemserve.service.calls.prefixes.prefixes_servicer import PrefixesServicer
+from stemserve.service.calls.scores.score_encoder import ScoreEncoder
+from stemserve.service.calls.scores.score_runner import ScoreRunner
+from stemserve.service.calls.tries.trie_parts import TrieParts
 from stemserve.service.constraints.compile_queue import CompileQueue
 from stemserve.service.constraints.compiler import ConstraintCompiler
 from stemserve.service.engine import Engine

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from stemserve.service.batching.step_speed import StepSpeed
+from stemserve.service.batching.steps.step_speed import StepSpeed
 
 SLOWER = 10.0  # than steps of its size have been
 

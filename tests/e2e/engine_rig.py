@@ -13,16 +13,16 @@ from tests.e2e.in_process_engine import InProcessEngine, InProcessWorker
 from stemserve.proto.v1 import inference_pb2, worker_pb2
 from stemserve.service.batching.batcher import Batcher, BatcherLimits
 from stemserve.service.batching.mask_work import Run
-from stemserve.service.batching.speculation import DraftPolicy
+from stemserve.service.batching.samples.speculation import DraftPolicy
 from stemserve.service.caller import ANYONE
 from stemserve.service.calls.context_encoder import ContextEncoder
-from stemserve.service.calls.generate_runner import GenerateRunner
-from stemserve.service.calls.generation import GenerateEncoder
-from stemserve.service.calls.prefix_registry import PrefixRegistry, RegistryBounds
-from stemserve.service.calls.request_constraints import RequestConstraints
-from stemserve.service.calls.score_encoder import ScoreEncoder
-from stemserve.service.calls.score_runner import ScoreRunner
-from stemserve.service.calls.trie_parts import TrieParts
+from stemserve.service.calls.generation.generate_runner import GenerateRunner
+from stemserve.service.calls.generation.generation import GenerateEncoder
+from stemserve.service.calls.generation.request_constraints import RequestConstraints
+from stemserve.service.calls.prefixes.prefix_registry import PrefixRegistry, RegistryBounds
+from stemserve.service.calls.scores.score_encoder import ScoreEncoder
+from stemserve.service.calls.scores.score_runner import ScoreRunner
+from stemserve.service.calls.tries.trie_parts import TrieParts
 from stemserve.service.constraints.compile_queue import CompileQueue
 from stemserve.service.constraints.compiler import ConstraintCompiler
 from stemserve.service.errors import RequestError

@@ -11,7 +11,7 @@ from tests.e2e.random_models import MakeRig, RandomModel, RandomModels, random_t
 from tests.e2e.test_beams_against_transformers import Search, assert_found
 
 from stemserve.proto.v1 import inference_pb2, worker_pb2
-from stemserve.service.batching.plan_arrays import unpack_int32
+from stemserve.service.batching.steps.plan_arrays import unpack_int32
 from stemserve.service.errors import DeadlinePassed, InvalidRequest, NeverFits
 from stemserve.service.request import BeamSpec, EarlyStopping, GenerateJob, JobFailed
 

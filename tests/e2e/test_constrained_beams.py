@@ -29,7 +29,7 @@ from tests.service.serving import EOS_ID
 
 from stemserve.proto.v1 import inference_pb2
 from stemserve.service.caller import ANYONE
-from stemserve.service.calls.trie_registry import NewTrie
+from stemserve.service.calls.tries.trie_registry import NewTrie
 from stemserve.service.errors import InvalidRequest
 from stemserve.service.packed_tokens import pack
 

@@ -14,8 +14,8 @@ from tests.e2e.random_models import FAMILIES, RandomModels, random_tokens
 from tests.service.serving import byte_tokenizer
 
 from stemserve.proto.v1 import inference_pb2
-from stemserve.service.batching.plan_arrays import unpack_int32
-from stemserve.service.batching.speculation import DraftPolicy
+from stemserve.service.batching.samples.speculation import DraftPolicy
+from stemserve.service.batching.steps.plan_arrays import unpack_int32
 from stemserve.service.text.tokenizer import Tokenizer
 
 TOLERANCE = 1e-5  # rows in other company round otherwise

@@ -8,10 +8,10 @@ from tests.service.literal_worker import PAGE, LiteralWorker
 from tests.service.toy_model import VOCAB
 
 from stemserve.proto.v1 import worker_pb2
-from stemserve.service.batching.admission import TenantShare
 from stemserve.service.batching.batcher import Batcher, BatcherLimits
 from stemserve.service.batching.mask_work import Run
-from stemserve.service.batching.speculation import DraftPolicy
+from stemserve.service.batching.queue.admission import TenantShare
+from stemserve.service.batching.samples.speculation import DraftPolicy
 from stemserve.service.request import (
     Event,
     GenerateChunk,

@@ -8,8 +8,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from stemserve.proto.v1 import worker_pb2
-from stemserve.service.batching.guide import Guide
 from stemserve.service.batching.mask_work import Aside, MaskWork, run_here
+from stemserve.service.batching.samples.guide import Guide
 from stemserve.service.constraints.allowed import Allowed
 from stemserve.service.request import (
     GenerateChunk,

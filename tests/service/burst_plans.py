@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from stemserve.proto.v1 import worker_pb2
-from stemserve.service.batching.plan_arrays import pack_int32, unpack_int32
+from stemserve.service.batching.steps.plan_arrays import pack_int32, unpack_int32
 from stemserve.service.request import Int32
 
 PAGE = 16

@@ -7,7 +7,7 @@ from tests.service.burst_plans import joined, sub_steps
 from tests.service.toy_model import CLASSES, SEED, draw, extend, logits_of, logprobs_of
 
 from stemserve.proto.v1 import worker_pb2
-from stemserve.service.batching.plan_arrays import (
+from stemserve.service.batching.steps.plan_arrays import (
     pack_float32,
     pack_int32,
     unpack_float32,

@@ -7,10 +7,10 @@ from tests.service.bigram_engine import BigramEngine
 
 from stemserve.proto.v1 import inference_pb2
 from stemserve.service.caller import ANYONE
-from stemserve.service.calls.score_answer import score_response
-from stemserve.service.calls.score_call import ScoreCall
-from stemserve.service.calls.score_encoder import find_problems
-from stemserve.service.calls.scoring import nothing_read, plan_score, score_job
+from stemserve.service.calls.scores.score_answer import score_response
+from stemserve.service.calls.scores.score_call import ScoreCall
+from stemserve.service.calls.scores.score_encoder import find_problems
+from stemserve.service.calls.scores.scoring import nothing_read, plan_score, score_job
 from stemserve.service.limits import Limits
 from stemserve.service.packed_tokens import pack
 from stemserve.service.request import Int32

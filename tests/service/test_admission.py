@@ -5,16 +5,16 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from stemserve.service.batching.admission import (
+from stemserve.service.batching.jobs.job_progress import Ticket
+from stemserve.service.batching.queue.admission import (
     Admission,
     Backlog,
     BatcherLimits,
     Demand,
     TenantShare,
 )
-from stemserve.service.batching.job_progress import Ticket
-from stemserve.service.batching.step_speed import StepSpeed
-from stemserve.service.batching.token_bucket import BURST_S, TokenBucket
+from stemserve.service.batching.queue.token_bucket import BURST_S, TokenBucket
+from stemserve.service.batching.steps.step_speed import StepSpeed
 from stemserve.service.errors import (
     DeadlinePassed,
     NeverFits,

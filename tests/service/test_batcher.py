@@ -15,7 +15,7 @@ from tests.service.toy_jobs import (
 )
 
 from stemserve.proto.v1 import worker_pb2
-from stemserve.service.batching.plan_arrays import unpack_int32
+from stemserve.service.batching.steps.plan_arrays import unpack_int32
 from stemserve.service.request import Job, Realm
 
 

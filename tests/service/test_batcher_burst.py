@@ -9,7 +9,7 @@ from tests.service.toy_jobs import expected_tokens, generate_job, random_tokens,
 from tests.service.toy_model import extend, state_of
 
 from stemserve.proto.v1 import worker_pb2
-from stemserve.service.batching.plan_arrays import unpack_int32
+from stemserve.service.batching.steps.plan_arrays import unpack_int32
 from stemserve.service.errors import EngineFault
 from stemserve.service.request import GenerateJob, StopCause
 

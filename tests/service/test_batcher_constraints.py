@@ -10,7 +10,7 @@ from tests.service.toy_jobs import generate_job, random_tokens, run_right
 from tests.service.toy_model import VOCAB
 
 from stemserve.proto.v1 import worker_pb2
-from stemserve.service.batching.plan_arrays import unpack_int32
+from stemserve.service.batching.steps.plan_arrays import unpack_int32
 from stemserve.service.errors import InvalidRequest
 from stemserve.service.request import GenerateJob, StopCause
 

@@ -19,8 +19,8 @@ from tests.service.toy_jobs import (
 from tests.service.toy_model import VOCAB, state_of
 
 from stemserve.proto.v1 import worker_pb2
-from stemserve.service.batching.plan_arrays import unpack_int32
-from stemserve.service.batching.speculation import DraftPolicy
+from stemserve.service.batching.samples.speculation import DraftPolicy
+from stemserve.service.batching.steps.plan_arrays import unpack_int32
 from stemserve.service.errors import EngineFault
 from stemserve.service.request import GenerateJob, StopCause
 

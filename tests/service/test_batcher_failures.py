@@ -16,7 +16,7 @@ from tests.service.toy_jobs import (
 from tests.service.toy_model import state_of
 
 from stemserve.proto.v1 import worker_pb2
-from stemserve.service.batching.plan_arrays import pack_float32, unpack_int32
+from stemserve.service.batching.steps.plan_arrays import pack_float32, unpack_int32
 from stemserve.service.errors import EngineFault, NotReady
 from stemserve.service.request import Realm
 

@@ -4,7 +4,7 @@ import pytest
 from tests.service.batcher_rig import Rig, make_rig
 from tests.service.toy_jobs import generate_job, likelihood_job, random_tokens, run_right
 
-from stemserve.service.batching.admission import TenantShare
+from stemserve.service.batching.queue.admission import TenantShare
 from stemserve.service.errors import DeadlinePassed, QueueFull, QuotaExceeded
 
 BUDGET = 64

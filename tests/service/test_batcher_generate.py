@@ -14,7 +14,7 @@ from tests.service.toy_jobs import (
     run_right,
 )
 
-from stemserve.service.batching.plan_arrays import unpack_int32
+from stemserve.service.batching.steps.plan_arrays import unpack_int32
 from stemserve.service.errors import NeverFits
 from stemserve.service.request import Job, StopCause
 

@@ -10,8 +10,8 @@ from tests.service.batcher_rig import Rig, make_rig
 from tests.service.toy_jobs import assert_right, generate_job, label_job, likelihood_job
 from tests.service.toy_model import VOCAB
 
-from stemserve.service.batching.sample_pages import generate_pages
-from stemserve.service.batching.speculation import DraftPolicy
+from stemserve.service.batching.samples.sample_pages import generate_pages
+from stemserve.service.batching.samples.speculation import DraftPolicy
 from stemserve.service.errors import EngineFault, NeverFits
 from stemserve.service.request import GenerateJob, Job
 

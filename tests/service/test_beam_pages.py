@@ -7,13 +7,13 @@ import numpy as np
 import pytest
 
 from stemserve.proto.v1 import worker_pb2
-from stemserve.service.batching.beam_pages import BeamPages
-from stemserve.service.batching.beam_rows import BeamRows
-from stemserve.service.batching.kv_cache import KvCache
-from stemserve.service.batching.plan_arrays import unpack_int32
-from stemserve.service.batching.prefix_forest import PrefixForest, build_forest
-from stemserve.service.batching.sequence import Chain, pages_for
-from stemserve.service.batching.step_builder import StepBuilder
+from stemserve.service.batching.beams.beam_pages import BeamPages
+from stemserve.service.batching.pages.kv_cache import KvCache
+from stemserve.service.batching.pages.sequence import Chain, pages_for
+from stemserve.service.batching.steps.beam_rows import BeamRows
+from stemserve.service.batching.steps.plan_arrays import unpack_int32
+from stemserve.service.batching.steps.prefix_forest import PrefixForest, build_forest
+from stemserve.service.batching.steps.step_builder import StepBuilder
 from stemserve.service.request import Int32, Realm
 
 PAGE = 4

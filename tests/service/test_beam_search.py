@@ -7,7 +7,7 @@ import pytest
 from tests.service.token_constraints import OneOf
 from tests.service.toy_jobs import generate_job
 
-from stemserve.service.batching.beam_search import BeamSearch
+from stemserve.service.batching.beams.beam_search import BeamSearch
 from stemserve.service.constraints.trie_builder import TrieBuilder
 from stemserve.service.errors import InvalidRequest
 from stemserve.service.packed_tokens import pack

@@ -5,7 +5,7 @@ from collections.abc import Set
 import numpy as np
 import pytest
 
-from stemserve.service.batching.beam_state import BeamState, Hypothesis, candidates_needed
+from stemserve.service.batching.beams.beam_state import BeamState, Hypothesis, candidates_needed
 from stemserve.service.request import BeamSpec, EarlyStopping, Float32
 
 MODES = (EarlyStopping.HEURISTIC, EarlyStopping.FIRST, EarlyStopping.NEVER)

@@ -1,6 +1,6 @@
 """How many decode steps go to the worker at once."""
 
-from stemserve.service.batching.burst_size import BurstSize
+from stemserve.service.batching.steps.burst_size import BurstSize
 
 
 def known(max_steps: int, step_s: float, *, max_seconds: float = 0.01) -> BurstSize:

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 from tests.service.toy_jobs import int32
 
-from stemserve.service.batching import drafter as drafter_module
-from stemserve.service.batching.drafter import (
+from stemserve.service.batching.samples import drafter as drafter_module
+from stemserve.service.batching.samples.drafter import (
     LONGEST_MATCH,
     SHORTEST_MATCH,
     Drafter,

@@ -6,7 +6,7 @@ from tests.service.batcher_rig import make_rig
 from tests.service.toy_jobs import generate_job, label_job, random_tokens
 
 from stemserve.proto.v1 import worker_pb2
-from stemserve.service.batching.plan_arrays import unpack_int32
+from stemserve.service.batching.steps.plan_arrays import unpack_int32
 from stemserve.service.calls.explanation import explained_step
 from stemserve.service.errors import NeverFits
 from stemserve.service.request import Job

@@ -6,8 +6,8 @@ from collections import defaultdict
 import pytest
 
 from stemserve.proto.v1 import inference_pb2
-from stemserve.service.calls.generate_answer import GenerateAnswer, sample_texts
-from stemserve.service.calls.stop_watch import StopWatch
+from stemserve.service.calls.generation.generate_answer import GenerateAnswer, sample_texts
+from stemserve.service.calls.generation.stop_watch import StopWatch
 from stemserve.service.request import GenerateChunk, SampleTokens, StopCause, TopTokens
 
 SAMPLES, LENGTH = 3, 12

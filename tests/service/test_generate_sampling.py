@@ -8,7 +8,7 @@ from tests.service.generating import GREEDY, generated, prompt
 from tests.service.serving import Served, fixed_tokens, serving
 
 from stemserve.proto.v1 import inference_pb2
-from stemserve.service.calls.generation import child_seed
+from stemserve.service.calls.generation.generation import child_seed
 from stemserve.service.client import ClientError
 from stemserve.service.request import GenerateJob
 

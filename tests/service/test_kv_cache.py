@@ -4,10 +4,10 @@ import numpy as np
 import pytest
 from tests.service.toy_jobs import int32, random_tokens
 
-from stemserve.service.batching.kv_cache import KvCache
-from stemserve.service.batching.plan_arrays import unpack_int32
-from stemserve.service.batching.sequence import Branch, Chain
-from stemserve.service.batching.step_builder import StepBuilder
+from stemserve.service.batching.pages.kv_cache import KvCache
+from stemserve.service.batching.pages.sequence import Branch, Chain
+from stemserve.service.batching.steps.plan_arrays import unpack_int32
+from stemserve.service.batching.steps.step_builder import StepBuilder
 from stemserve.service.request import Int32, Realm
 
 PAGE = 4

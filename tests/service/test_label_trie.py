@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from stemserve.service.calls.label_trie import plan_label_reads
+from stemserve.service.calls.scores.label_trie import plan_label_reads
 
 Label = tuple[int, ...]
 

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from stemserve.service.batching.page_allocator import PageAllocator
+from stemserve.service.batching.pages.page_allocator import PageAllocator
 
 
 def test_pages_come_in_one_run_where_there_is_one() -> None:

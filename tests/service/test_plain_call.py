@@ -16,10 +16,10 @@ from tests.service.test_validation_fuzz import ODD_SCORES
 from stemserve.proto.v1 import inference_pb2
 from stemserve.service.caller import ANYONE, Caller
 from stemserve.service.calls.context_encoder import ContextEncoder
-from stemserve.service.calls.plain_call import PlainCalls
-from stemserve.service.calls.prefix_registry import PrefixRegistry, RegistryBounds
-from stemserve.service.calls.score_call import ScoreCall
-from stemserve.service.calls.score_encoder import ScoreEncoder
+from stemserve.service.calls.prefixes.prefix_registry import PrefixRegistry, RegistryBounds
+from stemserve.service.calls.scores.plain_call import PlainCalls
+from stemserve.service.calls.scores.score_call import ScoreCall
+from stemserve.service.calls.scores.score_encoder import ScoreEncoder
 from stemserve.service.errors import RequestError
 from stemserve.service.limits import Limits
 from stemserve.service.packed_tokens import PackedTokens, pack

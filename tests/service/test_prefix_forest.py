@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from stemserve.service.batching.prefix_forest import (
+from stemserve.service.batching.steps.prefix_forest import (
     ForestMemory,
     PrefixForest,
     StoredChain,

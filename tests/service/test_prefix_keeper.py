@@ -9,7 +9,7 @@ from tests.service.bigram_engine import BigramEngine, random_bigrams
 from tests.service.serving import BYTE_VOCABULARY, serving
 
 from stemserve.proto.v1 import prefixes_pb2
-from stemserve.service.calls import prefix_keeper
+from stemserve.service.calls.prefixes import prefix_keeper
 from stemserve.service.client import ClientError
 from stemserve.service.request import Int32, Realm, ScoreJob, ScoreResult
 

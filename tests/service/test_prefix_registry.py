@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from stemserve.service.caller import Caller
-from stemserve.service.calls.prefix_registry import (
+from stemserve.service.calls.prefixes.prefix_registry import (
     NewPrefix,
     PrefixRegistry,
     RegisteredPrefix,

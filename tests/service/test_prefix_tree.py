@@ -3,9 +3,9 @@
 import numpy as np
 import pytest
 
-from stemserve.service.batching.page_allocator import PageAllocator
-from stemserve.service.batching.page_node import PageNode, child, common_tokens, token_key
-from stemserve.service.batching.prefix_tree import PrefixTree
+from stemserve.service.batching.pages.page_allocator import PageAllocator
+from stemserve.service.batching.pages.page_node import PageNode, child, common_tokens, token_key
+from stemserve.service.batching.pages.prefix_tree import PrefixTree
 from stemserve.service.request import Int32, Realm, Trunk
 
 PAGE = 4

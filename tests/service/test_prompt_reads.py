@@ -6,7 +6,7 @@ from tests.service.batcher_rig import make_rig
 from tests.service.toy_jobs import again, generate_job, label_job, random_tokens, run_right
 from tests.service.toy_model import logprobs_of, state_of
 
-from stemserve.service.batching.plan_arrays import unpack_int32
+from stemserve.service.batching.steps.plan_arrays import unpack_int32
 from stemserve.service.errors import EngineFault
 from stemserve.service.request import Float32, Realm
 

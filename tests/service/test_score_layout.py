@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from tests.service.toy_jobs import label_job, likelihood_job, random_tokens
 
-from stemserve.service.batching.score_layout import Reads, lay_out
+from stemserve.service.batching.scores.score_layout import Reads, lay_out
 from stemserve.service.errors import EngineFault, InvalidRequest
 
 

@@ -8,8 +8,8 @@ from tests.service.bigram_engine import THREE_TOKENS, BigramEngine, Float64, ran
 from tests.service.score_calls import answer, ids, label_request, likelihood, make_call
 
 from stemserve.proto.v1 import inference_pb2
-from stemserve.service.calls.score_answer import score_response
-from stemserve.service.calls.scoring import nothing_read, plan_score
+from stemserve.service.calls.scores.score_answer import score_response
+from stemserve.service.calls.scores.scoring import nothing_read, plan_score
 from stemserve.service.errors import EngineFault, InvalidRequest
 from stemserve.service.request import ScoreJob
 

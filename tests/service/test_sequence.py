@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from stemserve.service.batching.sequence import table_slots
+from stemserve.service.batching.pages.sequence import table_slots
 
 
 @pytest.mark.parametrize("seed", range(20))

@@ -21,8 +21,8 @@ from tests.service.toy_jobs import (
 )
 
 from stemserve.proto.v1 import worker_pb2
-from stemserve.service.batching.page_node import PageNode, token_key
-from stemserve.service.batching.plan_arrays import unpack_int32
+from stemserve.service.batching.pages.page_node import PageNode, token_key
+from stemserve.service.batching.steps.plan_arrays import unpack_int32
 from stemserve.service.errors import NeverFits
 from stemserve.service.request import NO_TRUNK, GenerateJob, Job, Realm, Trunk, stored_sequences
 

@@ -6,8 +6,8 @@ from typing import cast
 import numpy as np
 import pytest
 
-from stemserve.service.batching.decoding_progress import DecodingProgress
-from stemserve.service.batching.speculation import (
+from stemserve.service.batching.jobs.decoding_progress import DecodingProgress
+from stemserve.service.batching.samples.speculation import (
     FORGET_AFTER,
     MOST_COST,
     REST,
@@ -15,7 +15,7 @@ from stemserve.service.batching.speculation import (
     Speculation,
     Stage,
 )
-from stemserve.service.batching.step_builder import IssuedStep, Share
+from stemserve.service.batching.steps.step_builder import IssuedStep, Share
 
 NONE = np.zeros(0, np.int32)
 

@@ -13,8 +13,8 @@ from tests.service.toy_jobs import (
 )
 
 from stemserve.proto.v1 import worker_pb2
-from stemserve.service.batching.plan_arrays import pack_int32, unpack_int32
-from stemserve.service.batching.step_budget import StepBudget
+from stemserve.service.batching.steps.plan_arrays import pack_int32, unpack_int32
+from stemserve.service.batching.steps.step_budget import StepBudget
 from stemserve.service.errors import NeverFits
 from stemserve.service.request import Job, Realm
 

@@ -9,7 +9,7 @@ from tests.service.step_loop_rig import CountingBatcher, Rig, facts, job
 from tests.service.toy_jobs import generate_job, label_job, random_tokens
 
 from stemserve.proto.v1 import worker_pb2
-from stemserve.service.batching.step_speed import MIN_STEPS
+from stemserve.service.batching.steps.step_speed import MIN_STEPS
 from stemserve.service.workers.attached_worker import PLAN_S, SURE_PART, AttachedWorker
 from stemserve.service.workers.step_commands import Lost
 from stemserve.service.workers.watchdog import StepTimeout, Watchdog

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from stemserve.service.caller import Caller
-from stemserve.service.calls.trie_registry import (
+from stemserve.service.calls.tries.trie_registry import (
     DEFAULT_TTL_S,
     NewTrie,
     TrieBounds,

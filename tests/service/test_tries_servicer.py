@@ -14,7 +14,7 @@ from tests.service.serving import BYTE_VOCABULARY, EOS_ID, Served, byte_tokenize
 from tests.service.waiting import until
 
 from stemserve.proto.v1 import inference_pb2, tries_pb2, tries_pb2_grpc
-from stemserve.service.calls import trie_upload
+from stemserve.service.calls.tries import trie_upload
 from stemserve.service.client import Access, Client, ClientError
 from stemserve.service.client.errors import client_error
 from stemserve.service.client.tries import MESSAGE_SEQUENCES, MESSAGE_TEXT

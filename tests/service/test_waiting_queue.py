@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 
-from stemserve.service.batching.waiting_queue import WaitingQueue
+from stemserve.service.batching.queue.waiting_queue import WaitingQueue
 
 SHORT = 10
 

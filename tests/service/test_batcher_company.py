@@ -3,7 +3,13 @@
 import numpy as np
 import pytest
 from tests.service.batcher_rig import make_rig
-from tests.service.toy_jobs import assert_right, label_job, random_tokens, run_right
+from tests.service.toy_jobs import (
+    assert_right,
+    label_job,
+    likelihood_job,
+    random_tokens,
+    run_right,
+)
 
 from stemserve.proto.v1 import worker_pb2
 
@@ -63,3 +69,20 @@ def test_a_large_call_is_cut_into_full_steps_that_others_share(seed: int) -> Non
     # No item is cut, so a step may end with less room than the next item needs.
     assert len(rig.plans) <= -(-total // (64 - 6 + 1)) + 1
     assert max(map(roots, rig.plans)) == 2
+
+
+@pytest.mark.parametrize("in_flight", [1, 2])
+def test_a_context_whose_end_another_job_computes_is_answered(in_flight: int) -> None:
+    """Of two calls that warm the same prefix, the later one may come first."""
+    rig = make_rig(budget=16, in_flight=in_flight)
+    context = random_tokens(3, 48)  # three full steps
+    warm = likelihood_job("warm", [context], [])
+    rig.submit(warm)
+    rig.plan()
+    first = likelihood_job("first", [context], [[1, 2]], priority=1)
+    rig.submit(first)
+    while rig.turn():
+        pass
+    for job in (warm, first):
+        assert_right(job, rig.answers[job.request_id])
+    rig.batcher.check_idle()

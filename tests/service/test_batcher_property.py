@@ -142,6 +142,21 @@ def check(rig: Rig, jobs: list[Job], dropped: set[str], *, faults: bool) -> None
     rig.batcher.check_idle()
 
 
+# Another job computes the end of a context that is only to be computed.
+COMPUTED_BY_ANOTHER = Setting(
+    seed=27560,
+    budget=1,
+    pages=6,
+    slots=1,
+    steps_in_flight=1,
+    jobs=5,
+    cancels=False,
+    faults=False,
+    burst=1,
+)
+
+
+@example(setting=COMPUTED_BY_ANOTHER)
 @given(setting=SETTINGS)
 @settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 def test_any_company_gives_the_answers_of_one_by_one_evaluation(setting: Setting) -> None:

@@ -147,6 +147,7 @@ class ScoreProgress(JobProgress):
         return True
 
     def finish(self, now: float) -> Event | None:
+        self._drop_finished_runs()  # what was left of one may have been computed for another job
         if self._runs or self._num_started < len(self._layout.contexts):
             return None
         return self._result(now)

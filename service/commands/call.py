@@ -112,7 +112,7 @@ def access_options(
         raise typer.BadParameter(f"--api-key (STEMSERVE_API_KEY): {error}") from error
     if traceparent and remote_parent({PARENT_KEY: traceparent}) is None:
         raise typer.BadParameter(
-            f"--traceparent (or TRACEPARENT) {traceparent!r} is not like 00-TRACE-SPAN-01"
+            f"--traceparent (TRACEPARENT) {traceparent!r} is not like 00-TRACE-SPAN-01"
         )
     _access.set(access)
     _traceparent.set(traceparent)

@@ -25,7 +25,7 @@ import stemserve
         (("--certificate", "/c.pem", "score"), "--certificate and --private-key ("),
         (("--ca", "/no.pem", "score", "--item", "x"), "--ca /no.pem: No such file"),
         (("--api-key", "a\nb", "score"), "--api-key (STEMSERVE_API_KEY): the key has a line end"),
-        (("--traceparent", "z", "score"), "--traceparent (TRACEPARENT) 'z' is not one"),
+        (("--traceparent", "z", "score"), "--traceparent (TRACEPARENT) 'z' is not like"),
         (("bench", "--serve-options", '"'), "--serve-options '\"': No closing quotation"),
         (("bench", "--output", "/"), "--output / is a folder"),
         (("bench", "--metrics", "here"), "--metrics 'here' is not a URL"),

@@ -146,7 +146,7 @@ async def test_commands_are_part_of_the_trace_around_them(
     assert call.parent_span_id == caller.span_id
     wrong = await asyncio.to_thread(CliRunner().invoke, app, ["--traceparent", "00-1-2", *words])
     assert wrong.exit_code == 2
-    assert "--traceparent (or TRACEPARENT) '00-1-2' is not like" in wrong.output
+    assert "--traceparent (TRACEPARENT) '00-1-2' is not like" in wrong.output
 
 
 async def test_calls_that_fail_or_are_given_up_have_their_status(

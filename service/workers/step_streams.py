@@ -122,7 +122,8 @@ class SocketStream:
             return self._socket.send(frame, socket.MSG_DONTWAIT)
         except BlockingIOError:
             return 0
-        except OSError:  # the thread that reads says so
+        except OSError:
+            self._hang_up()
             return len(frame)
 
     def _read(self, on_result: OnResult, on_end: OnEnd) -> None:
@@ -134,22 +135,29 @@ class SocketStream:
                     reason = response.refusal
                     break
                 on_result(response.result)
-        except (OSError, DecodeError) as error:
-            reason = f"{error}"
+        except (OSError, DecodeError, MemoryError) as error:
+            reason = f"{error}" or type(error).__name__
         self._end()
         on_end(reason)
 
     def _write(self) -> None:
         while (part := self._unsent.get()) is not None:
-            with suppress(OSError):
+            try:
                 self._socket.sendall(part)
+            except OSError:
+                self._hang_up()
             with self._lock:
                 self._waiting -= 1
 
     def _end(self) -> None:
-        with suppress(OSError):
-            self._socket.shutdown(socket.SHUT_RDWR)  # wakes both threads
+        self._hang_up()
         self._unsent.put(None)
+
+    def _hang_up(self) -> None:
+        """Wakes both threads; the one that reads tells of the end. A worker that has missed a plan,
+        or a part of one, must get no other."""
+        with suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
 
 
 def explained(error: grpc.RpcError) -> str:

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from google.protobuf.message import Message
 
 LENGTH_BYTES = 4
+MOST_BYTES = 2**31 - 1  # of a message, as protobuf has it
 _SUFFIX = ".steps"
 
 
@@ -28,6 +29,8 @@ def received(connection: socket.socket) -> Iterator[bytes]:
     with connection.makefile("rb") as stream:
         while head := stream.read(LENGTH_BYTES):
             length = int.from_bytes(head, "little")
+            if length > MOST_BYTES:  # room for it would be made before it comes
+                raise ConnectionError(f"no message has {length} bytes")
             body = stream.read(length)
             if len(head) < LENGTH_BYTES or len(body) < length:
                 raise ConnectionError("the other side ended in the middle of a message")

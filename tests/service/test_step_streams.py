@@ -79,6 +79,12 @@ def test_closing_ends_what_waits_for_a_worker_that_does_not_read(link: Link) -> 
     link.stream.close()
 
 
+def test_a_plan_that_cannot_be_sent_ends_the_stream(link: Link) -> None:
+    link.worker.shutdown(socket.SHUT_RD)  # what it sends goes on
+    link.stream.send(plan_of(1))
+    assert link.ends.get(timeout=PATIENCE_S) == "it ended its stream"
+
+
 def test_results_that_come_in_pieces_and_together(link: Link) -> None:
     sent = answer(1) + answer(2) + answer(3)
     for start in range(0, len(sent), 5):

@@ -90,6 +90,12 @@ def test_rubbish_ends_only_its_connection(worker: Worker, rubbish: bytes) -> Non
         assert next(responses(good)).result.step_id == 3
 
 
+def test_a_length_that_no_message_has_ends_its_connection_at_once(worker: Worker) -> None:
+    with connected(worker.socket) as bad:
+        bad.sendall(b"\xff\xff\xff\xff")
+        assert list(responses(bad)) == []
+
+
 def test_an_open_step_socket_is_told_that_the_worker_stops(folder: Path, tmp_path: Path) -> None:
     for worker in start(folder, tmp_path / "w.sock"):
         with connected(worker.socket) as connection:

@@ -120,10 +120,13 @@ class StepCaller:
 
     def plans(self) -> Plans:
         """As they come. What is no plan ends the connection."""
-        with suppress(OSError, DecodeError):
+        try:
             for body in received(self._connection):
                 yield worker_pb2.RunRequest.FromString(body).plan
-        self.leave()
+        except (OSError, DecodeError, MemoryError) as error:
+            _log.warning("a connection for steps ends: %s", error)
+        finally:
+            self.leave()
 
     def leave(self) -> None:
         """No longer active; whoever reads or writes is woken."""

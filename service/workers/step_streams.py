@@ -20,7 +20,6 @@ OnResult = Callable[[worker_pb2.StepResult], None]
 OnEnd = Callable[[str], None]
 
 ENDED = "it ended its stream"
-CONNECT_S = 1.0  # only where its queue of connections is full
 
 
 class StepStream(Protocol):
@@ -80,15 +79,15 @@ class SocketStream:
     the worker is slow to read, is written by a thread."""
 
     def __init__(self, path: str) -> None:
-        """Raises OSError if nobody listens there."""
+        """Raises OSError, at once, if nobody listens there or too many wait."""
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
-            self._socket.settimeout(CONNECT_S)
+            self._socket.setblocking(False)
             self._socket.connect(path)
-            self._socket.settimeout(None)
-        except OSError:
+            self._socket.setblocking(True)
+        except OSError as error:
             self._socket.close()
-            raise
+            raise OSError(f"{path}: {error}") from error
         self._lock = threading.Lock()  # of what is sent
         self._unsent: SimpleQueue[memoryview | None] = SimpleQueue()
         self._waiting = 0  # parts that the thread has not written yet

@@ -142,9 +142,10 @@ def test_a_worker_that_does_not_answer_is_looked_for_over_new_channels(
 def test_a_worker_without_its_step_socket_is_lost(fake_worker: StartWorker) -> None:
     client = WorkerClient(fake_worker())
     client.describe(timeout_s=60.0, give_up=never)
-    Path(step_socket(client.address.removeprefix("unix:"))).unlink()
+    path = Path(step_socket(client.address.removeprefix("unix:")))
+    path.unlink()
     losses: queue.SimpleQueue[str] = queue.SimpleQueue()
     client.open(on_result=lambda result: None, on_lost=losses.put)
-    assert "no plans can be sent to it: [Errno 2]" in losses.get(timeout=30.0)
+    assert f"no plans can be sent to it: {path}: [Errno 2]" in losses.get(timeout=30.0)
     client.close()
     assert losses.empty()
